@@ -1,0 +1,3 @@
+//! Corpus to token windows, and the block-by-block driver.
+
+pub mod corpus;

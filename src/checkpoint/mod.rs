@@ -1,0 +1,185 @@
+//! A read-only model folder: `config.json`, tensors by name, and the files beside them.
+//!
+//! Everything is checked on opening, before any work: index entries, file lengths, headers, element types.
+//! Tensors stay in the mapped files until someone reads them.
+
+mod error;
+mod index;
+mod scan;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use memmap2::Mmap;
+use safetensors::SafeTensors;
+use serde_json::Value;
+
+pub use error::CheckpointError;
+pub use scan::NonFinite;
+
+use crate::tensor::{Bytes, Dtype, widened};
+
+/// One tensor of a checkpoint.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub bytes: Bytes,
+    /// The file that holds it, relative to the folder.
+    pub file: Arc<str>,
+}
+
+/// A model folder, opened and checked.
+#[derive(Debug)]
+pub struct Checkpoint {
+    dir: PathBuf,
+    config: Value,
+    tensors: BTreeMap<String, Entry>,
+    files: Vec<Arc<str>>,
+}
+
+impl Checkpoint {
+    /// Opens a Hugging Face model folder (symbolic links into a hub cache included).
+    pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
+        if !dir.is_dir() {
+            return Err(CheckpointError::NoFolder(dir.into()));
+        }
+        let dir = index::snapshot(dir)?;
+        let config = read_json(&dir.join("config.json"))?;
+        if !config.is_object() {
+            return Err(CheckpointError::Json { path: dir.join("config.json"), why: "not a JSON object".into() });
+        }
+        let shards = index::shards(&dir)?;
+        let mut tensors = BTreeMap::new();
+        let mut files = Vec::new();
+        for file in shards.files {
+            let file: Arc<str> = file.into();
+            map_file(&dir, &file, &mut tensors)?;
+            files.push(file);
+        }
+        for (name, file) in &shards.weight_map {
+            match tensors.get(name) {
+                Some(entry) if *entry.file == **file => {}
+                _ => return Err(CheckpointError::IndexedTensorMissing { tensor: name.clone(), path: dir.join(file) }),
+            }
+        }
+        Ok(Self { dir, config, tensors, files })
+    }
+
+    /// The folder (for a hub cache, the snapshot inside it).
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// `config.json`, parsed.
+    pub fn config(&self) -> &Value {
+        &self.config
+    }
+
+    /// The safetensors files, in the order read.
+    pub fn files(&self) -> &[Arc<str>] {
+        &self.files
+    }
+
+    /// All tensors, by name.
+    pub fn tensors(&self) -> &BTreeMap<String, Entry> {
+        &self.tensors
+    }
+
+    /// A tensor that must be there with this shape.
+    pub fn expect(&self, name: &str, shape: &[usize]) -> Result<&Entry, CheckpointError> {
+        let entry = self
+            .tensors
+            .get(name)
+            .ok_or_else(|| CheckpointError::NoTensor { tensor: name.into(), dir: self.dir.clone() })?;
+        if entry.shape != shape {
+            return Err(CheckpointError::Shape {
+                tensor: name.into(),
+                found: entry.shape.clone(),
+                wanted: shape.to_vec(),
+            });
+        }
+        Ok(entry)
+    }
+
+    /// A float tensor that must be there with this shape.
+    pub fn expect_float(&self, name: &str, shape: &[usize]) -> Result<&Entry, CheckpointError> {
+        let entry = self.expect(name, shape)?;
+        if !entry.dtype.is_float() {
+            return Err(CheckpointError::Dtype { tensor: name.into(), found: entry.dtype, wanted: "F32, F16 or BF16" });
+        }
+        Ok(entry)
+    }
+
+    /// A float vector, widened.
+    pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, CheckpointError> {
+        let entry = self.expect_float(name, &[len])?;
+        Ok(widened(entry.dtype, &entry.bytes))
+    }
+
+    /// A side file as text, if it is there.
+    pub fn side_text(&self, name: &str) -> Result<Option<String>, CheckpointError> {
+        let path = self.dir.join(name);
+        match std::fs::read_to_string(&path) {
+            Ok(text) => Ok(Some(text)),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(CheckpointError::Io { path, why: e.to_string() }),
+        }
+    }
+
+    /// A side file as JSON, if it is there.
+    pub fn side_json(&self, name: &str) -> Result<Option<Value>, CheckpointError> {
+        let path = self.dir.join(name);
+        if path.exists() { read_json(&path).map(Some) } else { Ok(None) }
+    }
+
+    /// Files beside the weights that belong to the model: tokenizer, generation config, chat template,
+    /// processors, modelling code, cards. Sorted; other weight formats and hidden files are left out.
+    pub fn side_files(&self) -> Result<Vec<String>, CheckpointError> {
+        index::side_files(&self.dir)
+    }
+
+    /// Every weight that holds NaN or infinity, with how many.
+    pub fn non_finite(&self) -> Vec<NonFinite> {
+        scan::non_finite(&self.tensors)
+    }
+}
+
+fn read_json(path: &Path) -> Result<Value, CheckpointError> {
+    let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => CheckpointError::NoFile(path.into()),
+        _ => CheckpointError::Io { path: path.into(), why: e.to_string() },
+    })?;
+    serde_json::from_str(&text).map_err(|e| CheckpointError::Json { path: path.into(), why: e.to_string() })
+}
+
+fn map_file(dir: &Path, file: &Arc<str>, tensors: &mut BTreeMap<String, Entry>) -> Result<(), CheckpointError> {
+    let path = dir.join(&**file);
+    let io = |e: std::io::Error| CheckpointError::Io { path: path.clone(), why: e.to_string() };
+    let handle = File::open(&path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => CheckpointError::NoFile(path.clone()),
+        _ => io(e),
+    })?;
+    // SAFETY: the map is read-only; a model file that another process truncates while it is in use is
+    // outside what any reader can survive, and model files are replaced by renaming, not by writing.
+    let map = Arc::new(unsafe { Mmap::map(&handle) }.map_err(io)?);
+    let header = |why: String| CheckpointError::Header { path: path.clone(), why };
+    let (data_start, metadata) = SafeTensors::read_metadata(&map).map_err(|e| header(e.to_string()))?;
+    let data_start = data_start + 8;
+    for (name, info) in metadata.tensors() {
+        let dtype = Dtype::parse(&info.dtype.to_string())
+            .ok_or_else(|| header(format!("tensor `{name}` has element type {}, which is not read here", info.dtype)))?;
+        let (start, end) = info.data_offsets;
+        let range = data_start + start..data_start + end;
+        if range.end > map.len() {
+            return Err(header(format!("tensor `{name}` ends at byte {}, the file at {}", range.end, map.len())));
+        }
+        let entry = Entry { dtype, shape: info.shape.clone(), bytes: Bytes::Mapped(map.clone(), range), file: file.clone() };
+        if let Some(other) = tensors.insert(name.clone(), entry) {
+            return Err(header(format!("tensor `{name}` is in `{}` as well", other.file)));
+        }
+    }
+    Ok(())
+}

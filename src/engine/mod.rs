@@ -1,0 +1,3 @@
+//! Running a model: cache, sampling, generation.
+
+pub mod sampler;

@@ -1,0 +1,4 @@
+//! Measurements of what is on disk.
+
+pub mod perplexity;
+pub mod windows;

@@ -1,0 +1,7 @@
+//! Number crunching that knows nothing of models: bit fields, matrix products, factorizations, run-time
+//! choice of vector instructions. The only place that names the linear-algebra crates.
+
+pub mod bits;
+pub mod linalg;
+pub mod matmul;
+pub mod simd;

@@ -1,0 +1,2 @@
+//! Quantized weights to bytes and back, one file per layout.
+pub mod gptq;

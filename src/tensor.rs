@@ -1,0 +1,186 @@
+//! Host tensors: element types, shared read-only bytes, and activations.
+
+use std::fmt;
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+
+use bytemuck::cast_slice;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use memmap2::Mmap;
+
+/// Element types that checkpoints and artifacts hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Dtype {
+    F32,
+    F16,
+    BF16,
+    I32,
+    I64,
+    U8,
+    I8,
+    Bool,
+}
+
+impl Dtype {
+    /// Bytes per element.
+    pub const fn size(self) -> usize {
+        match self {
+            Dtype::I64 => 8,
+            Dtype::F32 | Dtype::I32 => 4,
+            Dtype::F16 | Dtype::BF16 => 2,
+            Dtype::U8 | Dtype::I8 | Dtype::Bool => 1,
+        }
+    }
+
+    /// The name safetensors headers use.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "F32",
+            Dtype::F16 => "F16",
+            Dtype::BF16 => "BF16",
+            Dtype::I32 => "I32",
+            Dtype::I64 => "I64",
+            Dtype::U8 => "U8",
+            Dtype::I8 => "I8",
+            Dtype::Bool => "BOOL",
+        }
+    }
+
+    /// The type a safetensors header names, if it is one we hold.
+    pub fn parse(name: &str) -> Option<Self> {
+        use Dtype::*;
+        [F32, F16, BF16, I32, I64, U8, I8, Bool].into_iter().find(|d| d.name() == name)
+    }
+
+    /// Whether weights may be stored in this type.
+    pub const fn is_float(self) -> bool {
+        matches!(self, Dtype::F32 | Dtype::F16 | Dtype::BF16)
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Read-only bytes that several owners share: part of a mapped file, or memory.
+#[derive(Clone)]
+pub enum Bytes {
+    /// A range of a memory-mapped file.
+    Mapped(Arc<Mmap>, Range<usize>),
+    /// Owned memory.
+    Owned(Arc<[u8]>),
+}
+
+impl From<Vec<u8>> for Bytes {
+    fn from(bytes: Vec<u8>) -> Self {
+        Bytes::Owned(bytes.into())
+    }
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Bytes::Mapped(map, range) => &map[range.clone()],
+            Bytes::Owned(bytes) => bytes,
+        }
+    }
+}
+
+impl fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.len())
+    }
+}
+
+/// Widens little-endian `dtype` elements to f32. `dtype` must be a float type and `out` as long as the
+/// elements. bf16 widens exactly and never passes through f16.
+pub fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
+    debug_assert_eq!(bytes.len(), out.len() * dtype.size());
+    match dtype {
+        Dtype::F16 => match bytemuck::try_cast_slice::<u8, f16>(bytes) {
+            Ok(values) => values.convert_to_f32_slice(out),
+            // Foreign files may place a tensor at an odd offset.
+            Err(_) => {
+                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                    *o = f16::from_le_bytes([b[0], b[1]]).to_f32();
+                }
+            }
+        },
+        Dtype::BF16 => {
+            for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                *o = bf16::from_le_bytes([b[0], b[1]]).to_f32();
+            }
+        }
+        Dtype::F32 => {
+            for (o, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {
+                *o = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+            }
+        }
+        other => unreachable!("{other} is no float type; checkpoints are checked when opened"),
+    }
+}
+
+/// Widens a whole tensor.
+pub fn widened(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    let mut out = vec![0.0; bytes.len() / dtype.size()];
+    widen(dtype, bytes, &mut out);
+    out
+}
+
+/// Where the numbers of a [`Tensor`] live. A backend reads only its own kind.
+#[derive(Clone, Debug)]
+pub enum Storage {
+    /// Row-major f32 in host memory.
+    Host(Vec<f32>),
+}
+
+/// Activations: `rows` tokens of `cols` channels, in the memory of the backend that made them.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    pub rows: usize,
+    pub cols: usize,
+    storage: Storage,
+}
+
+impl Tensor {
+    /// Wraps row-major host values.
+    ///
+    /// # Panics
+    /// If `data` is not `rows * cols` long.
+    pub fn host(rows: usize, cols: usize, data: Vec<f32>) -> Self {
+        assert_eq!(data.len(), rows * cols, "a {rows}x{cols} tensor");
+        Self { rows, cols, storage: Storage::Host(data) }
+    }
+
+    /// Zeros in host memory.
+    pub fn zeros(rows: usize, cols: usize) -> Self {
+        Self::host(rows, cols, vec![0.0; rows * cols])
+    }
+
+    /// The host values, row-major.
+    pub fn as_host(&self) -> &[f32] {
+        let Storage::Host(data) = &self.storage;
+        data
+    }
+
+    /// The host values, to be changed.
+    pub fn as_host_mut(&mut self) -> &mut [f32] {
+        let Storage::Host(data) = &mut self.storage;
+        data
+    }
+}
+
+/// u32 words as little-endian bytes.
+pub fn words_to_bytes(words: &[u32]) -> Vec<u8> {
+    cast_slice(words).to_vec()
+}
+
+/// Little-endian bytes as u32 words.
+pub fn bytes_to_words(bytes: &[u8]) -> Vec<u32> {
+    bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}

@@ -1,0 +1,14 @@
+//! All integration tests, in one binary.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stderr)]
+
+mod architecture;
+mod bad_input;
+mod cli;
+mod end_to_end;
+mod families;
+mod formats;
+mod golden_gptq;
+mod hub;
+mod licences;
+mod support;
+mod text;
