@@ -1,5 +1,142 @@
 //! Architectures as data, block mathematics over a backend, tokenizer, chat template.
 
+pub mod block;
 pub mod chat;
+pub mod config;
+pub mod families;
+pub mod rope;
 pub mod source;
 pub mod tokenizer;
+
+use std::sync::{Arc, Mutex};
+
+use thiserror::Error;
+
+use crate::backend::{Backend, DeviceError, KvCache, Matrix, RopeTable, Span};
+use crate::checkpoint::Checkpoint;
+use crate::tensor::Tensor;
+use block::{Block, Chunk};
+use config::{ConfigError, ModelConfig};
+use source::{SourceError, WeightSource};
+
+/// Why a model cannot be opened or run.
+#[derive(Debug, Error)]
+pub enum ModelError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error("token {token} is outside the vocabulary of {vocab}: is this the model's own tokenizer?")]
+    Token { token: u32, vocab: usize },
+    #[error("`{path}` produces values that are not finite: the weights are damaged, or the activations overflow")]
+    NonFinite { path: String },
+}
+
+/// A decoder whose shapes have all been checked; matrices stay where the source keeps them.
+pub struct Model {
+    pub config: ModelConfig,
+    pub blocks: Vec<Block>,
+    backend: Arc<dyn Backend>,
+    source: Box<dyn WeightSource>,
+    embedding: Matrix,
+    final_norm: Tensor,
+    head: Matrix,
+    /// One table a kind of rope, grown when longer sequences come.
+    ropes: Mutex<Vec<Arc<RopeTable>>>,
+}
+
+impl Model {
+    /// Opens a model; every tensor the config asks for must be there, in shape.
+    pub fn open(source: Box<dyn WeightSource>, backend: Arc<dyn Backend>) -> Result<Self, ModelError> {
+        let tensors = source.checkpoint().tensors();
+        let has_prefix = |p: &str| tensors.range(p.to_string()..).next().is_some_and(|(name, _)| name.starts_with(p));
+        let config = ModelConfig::parse(source.checkpoint().config(), has_prefix)?;
+        let embedding = backend.load(source::dense(source.checkpoint(), &format!("{}embed_tokens", config.prefix), config.vocab, config.hidden)?)?;
+        let head = match config.tied {
+            true => embedding.clone(),
+            false => backend.load(source.linear(head_path(config.prefix), config.vocab, config.hidden)?)?,
+        };
+        let final_norm = block::norm(&config, &*source, &*backend, &format!("{}norm", config.prefix), config.hidden)?;
+        let blocks = (0..config.layers.len()).map(|i| block::load(&config, &*source, &*backend, i)).collect::<Result<_, _>>()?;
+        let ropes = Mutex::new(vec![Arc::default(); config.ropes.len()]);
+        Ok(Self { config, blocks, backend, source, embedding, final_norm, head, ropes })
+    }
+
+    pub fn backend(&self) -> &dyn Backend {
+        &*self.backend
+    }
+
+    pub fn checkpoint(&self) -> &Checkpoint {
+        self.source.checkpoint()
+    }
+
+    /// Embeds token sequences, one after another, into one chunk.
+    pub fn embed(&self, sequences: &[&[u32]], spans: Vec<Span>) -> Result<Chunk, ModelError> {
+        let ids = sequences.concat();
+        let vocab = self.config.vocab;
+        if let Some(&token) = ids.iter().find(|&&id| id as usize >= vocab) {
+            return Err(ModelError::Token { token, vocab });
+        }
+        Ok(Chunk { hidden: self.backend.embed(&self.embedding, &ids, self.config.embedding_scale)?, spans })
+    }
+
+    /// Takes a chunk through all blocks; `caches[layer][sequence]`.
+    pub fn forward(&self, chunk: Chunk, mut caches: Option<&mut [Vec<KvCache>]>) -> Result<Chunk, ModelError> {
+        let mut chunks = [chunk];
+        for block in &self.blocks {
+            let caches = caches.as_deref_mut().map(|c| &mut c[block.index][..]);
+            block.run::<ModelError>(self, &mut chunks, caches, &mut |_, _| Ok(None))?;
+        }
+        let [chunk] = chunks;
+        Ok(chunk)
+    }
+
+    /// Negative log-likelihood of `targets`, one a row of `hidden` (the output of the last block).
+    pub fn nll(&self, hidden: &Tensor, targets: &[u32]) -> Result<Vec<f32>, ModelError> {
+        let x = self.backend.rms_norm(hidden, &self.final_norm, self.config.eps)?;
+        Ok(self.backend.nll(&x, &self.head, targets, self.config.final_softcap)?)
+    }
+
+    /// Logits of each row of `hidden`, `[rows, vocab]`.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Vec<f32>, ModelError> {
+        let x = self.backend.rms_norm(hidden, &self.final_norm, self.config.eps)?;
+        let mut logits = self.backend.download(&self.backend.linear(&x, &self.head, None)?)?;
+        if let Some(cap) = self.config.final_softcap {
+            logits.iter_mut().for_each(|l| *l = cap * (*l / cap).tanh());
+        }
+        Ok(logits)
+    }
+
+    /// The first block that makes something that is no number out of `tokens`, for error messages.
+    pub fn first_non_finite(&self, tokens: &[u32]) -> Result<Option<String>, ModelError> {
+        let mut chunks = [self.embed(&[tokens], vec![Span { rows: tokens.len(), start: 0 }])?];
+        let finite = |chunk: &Chunk| Ok::<_, ModelError>(self.backend.download(&chunk.hidden)?.iter().all(|x| x.is_finite()));
+        if !finite(&chunks[0])? {
+            return Ok(Some(format!("{}embed_tokens", self.config.prefix)));
+        }
+        for block in &self.blocks {
+            block.run::<ModelError>(self, &mut chunks, None, &mut |_, _| Ok(None))?;
+            if !finite(&chunks[0])? {
+                return Ok(Some(block.path.clone()));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The table of rope `kind` for at least `positions` positions.
+    pub(crate) fn rope_table(&self, kind: usize, positions: usize) -> Arc<RopeTable> {
+        let mut tables = self.ropes.lock().unwrap_or_else(|e| e.into_inner());
+        let table = &mut tables[kind];
+        if table.cos.len() < positions * self.config.ropes[kind].inv_freq.len() {
+            *table = Arc::new(self.config.ropes[kind].table(positions.next_power_of_two()));
+        }
+        table.clone()
+    }
+}
+
+/// Where an untied output head is kept.
+fn head_path(prefix: &str) -> &'static str {
+    if prefix == "language_model.model." { "language_model.lm_head" } else { "lm_head" }
+}

@@ -1,1 +1,84 @@
-//! (to be written)
+//! Logits of every model family against transformers (`reference/make_family_fixtures.py`).
+
+use std::path::Path;
+use std::sync::Arc;
+
+use quantkit::backend::Span;
+use quantkit::backend::cpu::Cpu;
+use quantkit::checkpoint::Checkpoint;
+use quantkit::model::Model;
+use quantkit::model::source::DenseSource;
+
+use crate::support::{fixture, golden_logits};
+
+fn open(dir: &Path) -> Model {
+    Model::open(Box::new(DenseSource(Checkpoint::open(dir).unwrap())), Arc::new(Cpu)).unwrap()
+}
+
+fn logits(model: &Model, tokens: &[u32]) -> Vec<f32> {
+    let chunk = model.embed(&[tokens], vec![Span { rows: tokens.len(), start: 0 }]).unwrap();
+    let hidden = model.forward(chunk, None).unwrap().hidden;
+    model.logits(&hidden).unwrap()
+}
+
+#[track_caller]
+fn close(found: &[f32], wanted: &[f32], ceiling: f32, what: &str) {
+    assert_eq!(found.len(), wanted.len(), "{what}");
+    let worst = found.iter().zip(wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(worst < ceiling, "{what}: logits differ by {worst}");
+}
+
+fn check(name: &str) {
+    let (tokens, wanted) = golden_logits(&fixture(&format!("families/{name}/golden.safetensors")));
+    let model = open(&fixture(&format!("families/{name}")));
+    close(&logits(&model, &tokens), &wanted, 3e-4, name);
+    cached_decoding_equals_recomputation(&model, &tokens, name);
+}
+
+/// One token at a time through the cache gives the logits of one pass over all tokens.
+fn cached_decoding_equals_recomputation(model: &Model, tokens: &[u32], name: &str) {
+    let whole = logits(model, tokens);
+    let vocab = model.config.vocab;
+    let mut caches = vec![vec![Default::default()]; model.blocks.len()];
+    let prefill = 7.min(tokens.len());
+    let mut at = 0;
+    for (i, step) in std::iter::once(&tokens[..prefill]).chain(tokens[prefill..].chunks(1)).enumerate() {
+        let chunk = model.embed(&[step], vec![Span { rows: step.len(), start: at }]).unwrap();
+        let hidden = model.forward(chunk, Some(&mut caches)).unwrap().hidden;
+        close(&model.logits(&hidden).unwrap(), &whole[at * vocab..(at + step.len()) * vocab], 2e-4, &format!("{name}, step {i}"));
+        at += step.len();
+    }
+}
+
+macro_rules! families {
+    ($($name:ident)*) => { $(#[test] fn $name() { check(stringify!($name)); })* };
+}
+
+families!(llama llama3 llama_linear llama_yarn mistral qwen2 qwen3 gemma3_text smollm2);
+
+#[test]
+fn shards_hold_the_same_model() {
+    let (tokens, wanted) = golden_logits(&fixture("families/llama/golden.safetensors"));
+    let model = open(&fixture("families/llama_sharded"));
+    assert!(model.checkpoint().files().len() > 1);
+    close(&logits(&model, &tokens), &wanted, 3e-4, "sharded");
+}
+
+#[test]
+fn configs_written_before_transformers_5_mean_the_same() {
+    for name in ["qwen3", "gemma3_text"] {
+        let dir = tempfile::tempdir().unwrap();
+        for (from, to) in [("config_legacy.json", "config.json"), ("model.safetensors", "model.safetensors")] {
+            std::fs::copy(fixture(&format!("families/{name}/{from}")), dir.path().join(to)).unwrap();
+        }
+        let (tokens, wanted) = golden_logits(&fixture(&format!("families/{name}/golden.safetensors")));
+        close(&logits(&open(dir.path()), &tokens), &wanted, 3e-4, name);
+    }
+}
+
+#[test]
+fn demo_checkpoint() {
+    let (tokens, wanted) = golden_logits(&fixture("demo/logits.safetensors"));
+    let model = open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("calib/demo/target"));
+    close(&logits(&model, &tokens), &wanted, 1e-3, "demo");
+}

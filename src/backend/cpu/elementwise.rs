@@ -1,0 +1,89 @@
+//! Operations on rows and single values, each split over blocks of rows.
+
+use rayon::prelude::*;
+
+use super::super::{Activation, RopeTable, Span};
+use crate::num::simd::{self, vectorized};
+use crate::tensor::Tensor;
+
+/// Values per task: enough to hide the cost of handing it out.
+const BLOCK: usize = 1 << 15;
+
+fn rows_per_task(cols: usize) -> usize {
+    (BLOCK / cols.max(1)).max(1)
+}
+
+/// RMS norm over each run of `weight.len()` values.
+pub fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32) {
+    let n = weight.len();
+    x.par_chunks_mut(rows_per_task(n) * n).for_each(|rows| {
+        vectorized(|| {
+            for row in rows.chunks_exact_mut(n) {
+                let factor = 1.0 / (simd::dot(row, row) / n as f32 + eps).sqrt();
+                for (x, w) in row.iter_mut().zip(weight) {
+                    *x = *x * factor * w;
+                }
+            }
+        });
+    });
+}
+
+/// Adds `bias` to each row.
+pub fn add_row(x: &mut [f32], bias: &[f32]) {
+    let n = bias.len();
+    x.par_chunks_mut(rows_per_task(n) * n).for_each(|rows| {
+        for row in rows.chunks_exact_mut(n) {
+            row.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
+        }
+    });
+}
+
+/// x += y.
+pub fn add(x: &mut [f32], y: &[f32]) {
+    x.par_chunks_mut(BLOCK).zip(y.par_chunks(BLOCK)).for_each(|(x, y)| {
+        x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+    });
+}
+
+/// gate = activation(gate) * up.
+pub fn gated(gate: &mut [f32], up: &[f32], activation: Activation) {
+    gate.par_chunks_mut(BLOCK).zip(up.par_chunks(BLOCK)).for_each(|(gate, up)| {
+        vectorized(|| match activation {
+            Activation::Silu => gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + simd::exp(-*g)) * u),
+            Activation::GeluTanh => gate.iter_mut().zip(up).for_each(|(g, u)| *g = gelu_tanh(*g) * u),
+        });
+    });
+}
+
+#[inline(always)]
+fn gelu_tanh(x: f32) -> f32 {
+    // x/2 (1 + tanh(t)) = x / (1 + e^(-2t)) with t = sqrt(2/pi) (x + 0.044715 x³)
+    let t = 0.797_884_56 * (x + 0.044_715 * x * x * x);
+    x / (1.0 + simd::exp(-2.0 * t))
+}
+
+/// cap * tanh(x / cap).
+pub fn softcap(x: &mut [f32], cap: f32) {
+    x.par_chunks_mut(BLOCK).for_each(|x| {
+        vectorized(|| x.iter_mut().for_each(|x| *x = cap * (1.0 - 2.0 / (1.0 + simd::exp(2.0 * *x / cap)))));
+    });
+}
+
+/// Rotary embedding in place; the first `2 * table.half` channels of each head turn.
+pub fn rope(x: &mut Tensor, spans: &[Span], head_dim: usize, table: &RopeTable) {
+    let positions: Vec<usize> = spans.iter().flat_map(|s| s.start..s.start + s.rows).collect();
+    let (cols, half) = (x.cols, table.half);
+    x.as_host_mut().par_chunks_mut(cols).zip(&positions).with_min_len(rows_per_task(cols)).for_each(|(row, &p)| {
+        let (cos, sin) = (&table.cos[p * half..(p + 1) * half], &table.sin[p * half..(p + 1) * half]);
+        vectorized(|| {
+            for head in row.chunks_exact_mut(head_dim) {
+                let (low, high) = head.split_at_mut(half);
+                for i in 0..half {
+                    let (a, b) = (low[i], high[i]);
+                    low[i] = a * cos[i] - b * sin[i];
+                    high[i] = b * cos[i] + a * sin[i];
+                }
+            }
+        });
+    });
+}

@@ -1,0 +1,189 @@
+//! One transformer block: its weights, and the one place where its mathematics is written down.
+
+use super::config::ModelConfig;
+use super::source::{SourceError, WeightSource};
+use super::{Model, ModelError};
+use crate::backend::{AttentionShape, Backend, DeviceError, KvCache, Matrix, Span};
+use crate::tensor::Tensor;
+
+/// A linear layer, with the path that tensor names and reports use.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    pub path: String,
+    pub rows: usize,
+    pub cols: usize,
+    pub weight: Matrix,
+    pub bias: Option<Tensor>,
+}
+
+/// The points of a block where linears share one input. In this order a block is calibrated ("true
+/// sequential"): each stage sees what the quantized stages before it produce.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Stage {
+    /// q, k, v.
+    Qkv,
+    /// The attention output projection.
+    Output,
+    /// gate, up.
+    GateUp,
+    Down,
+}
+
+impl Stage {
+    pub const ALL: [Stage; 4] = [Stage::Qkv, Stage::Output, Stage::GateUp, Stage::Down];
+}
+
+/// The weights of one block.
+#[derive(Clone, Debug)]
+pub struct Block {
+    pub index: usize,
+    /// `model.layers.N`
+    pub path: String,
+    attention_norm: Tensor,
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    o: Linear,
+    q_norm: Option<Tensor>,
+    k_norm: Option<Tensor>,
+    after_attention_norm: Option<Tensor>,
+    mlp_norm: Tensor,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+    after_mlp_norm: Option<Tensor>,
+}
+
+/// Activations of some sequences on their way through the blocks.
+#[derive(Clone, Debug)]
+pub struct Chunk {
+    pub hidden: Tensor,
+    pub spans: Vec<Span>,
+}
+
+/// Called with the inputs of a stage, one tensor a chunk; what it returns takes the place of the stage's
+/// weights for the rest of the pass.
+pub type Tap<'a, E> = dyn FnMut(Stage, &[Tensor]) -> Result<Option<Vec<Matrix>>, E> + 'a;
+
+/// Loads what the config says a block has, checking shapes.
+pub(super) fn load(config: &ModelConfig, source: &dyn WeightSource, backend: &dyn Backend, index: usize) -> Result<Block, ModelError> {
+    let path = config.block_path(index);
+    let norm = |name: &str, len: usize| norm(config, source, backend, &format!("{path}.{name}"), len);
+    let linear = |name: &str, rows: usize, cols: usize, bias: bool| -> Result<Linear, ModelError> {
+        let path = format!("{path}.{name}");
+        let bias = match bias {
+            true => Some(backend.upload(1, rows, source.checkpoint().vector(&format!("{path}.bias"), rows).map_err(SourceError::from)?)?),
+            false => None,
+        };
+        let weight = backend.load(source.linear(&path, rows, cols)?)?;
+        Ok(Linear { path, rows, cols, weight, bias })
+    };
+    let (hidden, inner) = (config.hidden, config.intermediate);
+    let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let family = config.family;
+    let (after_attention, mlp_norm) =
+        if family.sandwich_norms { (Some("post_attention_layernorm"), "pre_feedforward_layernorm") } else { (None, "post_attention_layernorm") };
+    let head_norm = |name: &str| family.qk_norm.then(|| norm(name, config.head_dim)).transpose();
+    Ok(Block {
+        index,
+        attention_norm: norm("input_layernorm", hidden)?,
+        q: linear("self_attn.q_proj", q, hidden, config.qkv_bias)?,
+        k: linear("self_attn.k_proj", kv, hidden, config.qkv_bias)?,
+        v: linear("self_attn.v_proj", kv, hidden, config.qkv_bias)?,
+        o: linear("self_attn.o_proj", hidden, q, config.o_bias)?,
+        q_norm: head_norm("self_attn.q_norm")?,
+        k_norm: head_norm("self_attn.k_norm")?,
+        after_attention_norm: after_attention.map(|name| norm(name, hidden)).transpose()?,
+        mlp_norm: norm(mlp_norm, hidden)?,
+        gate: linear("mlp.gate_proj", inner, hidden, config.mlp_bias)?,
+        up: linear("mlp.up_proj", inner, hidden, config.mlp_bias)?,
+        down: linear("mlp.down_proj", hidden, inner, config.mlp_bias)?,
+        after_mlp_norm: family.sandwich_norms.then(|| norm("post_feedforward_layernorm", hidden)).transpose()?,
+        path,
+    })
+}
+
+/// A norm weight, with the family's offset added.
+pub(super) fn norm(config: &ModelConfig, source: &dyn WeightSource, backend: &dyn Backend, name: &str, len: usize) -> Result<Tensor, ModelError> {
+    let mut weight = source.checkpoint().vector(&format!("{name}.weight"), len).map_err(SourceError::from)?;
+    if config.family.norm_plus_one {
+        weight.iter_mut().for_each(|w| *w += 1.0);
+    }
+    Ok(backend.upload(1, len, weight)?)
+}
+
+impl Block {
+    /// The linears that share the input of `stage`.
+    pub fn linears(&self, stage: Stage) -> Vec<&Linear> {
+        match stage {
+            Stage::Qkv => vec![&self.q, &self.k, &self.v],
+            Stage::Output => vec![&self.o],
+            Stage::GateUp => vec![&self.gate, &self.up],
+            Stage::Down => vec![&self.down],
+        }
+    }
+
+    /// All linears, in the order of the stages.
+    pub fn all_linears(&self) -> impl Iterator<Item = &Linear> {
+        Stage::ALL.into_iter().flat_map(|stage| self.linears(stage))
+    }
+
+    /// Takes `chunks` through the block, all chunks stage by stage. `caches` are per sequence, for a single
+    /// chunk.
+    pub fn run<E: From<DeviceError>>(&self, model: &Model, chunks: &mut [Chunk], mut caches: Option<&mut [KvCache]>, tap: &mut Tap<E>) -> Result<(), E> {
+        let (config, backend) = (&model.config, model.backend());
+        let layer = &config.layers[self.index];
+        let shape = AttentionShape {
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            scale: config.attention_scale,
+            window: layer.window,
+            softcap: config.attention_softcap,
+        };
+        let end = chunks.iter().flat_map(|c| &c.spans).map(|s| s.start + s.rows).max().unwrap_or(0);
+        let table = model.rope_table(layer.rope, end);
+
+        let inputs = normed(backend, chunks, &self.attention_norm, config.eps)?;
+        let swapped = tap(Stage::Qkv, &inputs)?;
+        let [q, k, v] = [&self.q, &self.k, &self.v];
+        let mut attended = Vec::with_capacity(chunks.len());
+        for (chunk, x) in chunks.iter().zip(inputs) {
+            let apply = |i: usize, linear: &Linear| backend.linear(&x, swapped.as_ref().map_or(&linear.weight, |s| &s[i]), linear.bias.as_ref());
+            let (mut q, mut k, v) = (apply(0, q)?, apply(1, k)?, apply(2, v)?);
+            backend.rope(&mut q, &chunk.spans, config.head_dim, self.q_norm.as_ref().map(|n| (n, config.eps)), &table)?;
+            backend.rope(&mut k, &chunk.spans, config.head_dim, self.k_norm.as_ref().map(|n| (n, config.eps)), &table)?;
+            attended.push(backend.attention(&q, &k, &v, &chunk.spans, &shape, caches.as_deref_mut())?);
+        }
+        let swapped = tap(Stage::Output, &attended)?;
+        self.join(model, chunks, attended, &self.o, swapped, self.after_attention_norm.as_ref())?;
+
+        let inputs = normed(backend, chunks, &self.mlp_norm, config.eps)?;
+        let swapped = tap(Stage::GateUp, &inputs)?;
+        let mut gated = Vec::with_capacity(chunks.len());
+        for x in inputs {
+            let apply = |i: usize, linear: &Linear| backend.linear(&x, swapped.as_ref().map_or(&linear.weight, |s| &s[i]), linear.bias.as_ref());
+            gated.push(backend.gated(&apply(0, &self.gate)?, &apply(1, &self.up)?, config.activation)?);
+        }
+        let swapped = tap(Stage::Down, &gated)?;
+        self.join(model, chunks, gated, &self.down, swapped, self.after_mlp_norm.as_ref())
+    }
+
+    /// hidden += norm(linear(x)).
+    fn join<E: From<DeviceError>>(&self, model: &Model, chunks: &mut [Chunk], xs: Vec<Tensor>, linear: &Linear, swapped: Option<Vec<Matrix>>, norm: Option<&Tensor>) -> Result<(), E> {
+        let backend = model.backend();
+        let weight = swapped.as_ref().map_or(&linear.weight, |s| &s[0]);
+        for (chunk, x) in chunks.iter_mut().zip(xs) {
+            let mut y = backend.linear(&x, weight, linear.bias.as_ref())?;
+            if let Some(norm) = norm {
+                y = backend.rms_norm(&y, norm, model.config.eps)?;
+            }
+            backend.add(&mut chunk.hidden, &y)?;
+        }
+        Ok(())
+    }
+}
+
+fn normed(backend: &dyn Backend, chunks: &[Chunk], weight: &Tensor, eps: f32) -> Result<Vec<Tensor>, DeviceError> {
+    chunks.iter().map(|chunk| backend.rms_norm(&chunk.hidden, weight, eps)).collect()
+}
