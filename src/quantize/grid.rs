@@ -1,1 +1,151 @@
-//! (to be written)
+//! Scales and zero points of one group, for a tile of rows side by side.
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+use serde::{Deserialize, Serialize};
+
+use crate::num::simd::round;
+use crate::scheme::Scheme;
+
+/// Rows that are quantized together, one to a vector lane.
+pub const LANES: usize = 64;
+
+/// One value for each row of a tile.
+pub type Lane = [f32; LANES];
+
+/// How a group's scale is chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Grid {
+    /// The largest weight decides: `2 max|w| / (2^bits - 1)`, or the range from min to max.
+    MaxAbs,
+    /// The scale with the least squared error.
+    Mse,
+    /// The scale with the least squared error weighted by the Hessian diagonal.
+    Hessian,
+}
+
+/// Scales (exactly representable in f16, never zero) and zero points of a tile's rows.
+#[derive(Clone, Debug)]
+pub struct Levels {
+    pub scale: Lane,
+    pub zero: Lane,
+}
+
+impl Levels {
+    /// The code nearest to `w` in row `lane`.
+    #[inline(always)]
+    pub fn code(&self, lane: usize, w: f32, top: f32) -> f32 {
+        // The bounds are whole numbers, so clamping first changes nothing; `round` wants moderate numbers.
+        let steps = w / self.scale[lane];
+        let steps = if steps < -self.zero[lane] { -self.zero[lane] } else { steps };
+        let most = top - self.zero[lane];
+        round(if steps > most { most } else { steps }) + self.zero[lane]
+    }
+
+    /// What that code stands for.
+    #[inline(always)]
+    pub fn value(&self, lane: usize, code: f32) -> f32 {
+        (code - self.zero[lane]) * self.scale[lane]
+    }
+}
+
+/// Rounds to f16, away from zero and infinity: such a scale would destroy its group.
+pub fn round_scales(scale: &mut Lane) {
+    let mut narrow = [f16::ZERO; LANES];
+    narrow.convert_from_f32_slice(scale);
+    narrow.convert_to_f32_slice(scale);
+    for s in scale.iter_mut() {
+        let least = f16::from_bits(1).to_f32();
+        *s = if *s == 0.0 { least } else { s.clamp(-65504.0, 65504.0) };
+    }
+}
+
+/// Shrink factors of the range, tried by the searches, in steps of a hundredth.
+fn shrinks(bits: u8, sym: bool) -> impl Iterator<Item = f32> {
+    // Few codes waste most of a range that outliers set; with many, clipping never pays.
+    let (from, to) = match (bits, sym) {
+        (2, true) => (30, 120),
+        (2, false) => (30, 104),
+        (3, _) => (40, 108),
+        (4, _) => (50, 106),
+        _ => (90, 101),
+    };
+    (from..=to).map(|p| p as f32 / 100.0)
+}
+
+/// Chooses the levels of a group whose columns are `columns` (one [`Lane`] each), weighted by
+/// `importance` where the grid asks for it.
+#[inline(always)]
+pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid) -> Levels {
+    let (mut low, mut high) = ([0.0f32; LANES], [0.0f32; LANES]);
+    for w in columns {
+        for l in 0..LANES {
+            low[l] = if w[l] < low[l] { w[l] } else { low[l] };
+            high[l] = if w[l] > high[l] { w[l] } else { high[l] };
+        }
+    }
+    let top = scheme.top() as f32;
+    let mut base = [0.0; LANES];
+    for l in 0..LANES {
+        let range = if scheme.sym { 2.0 * high[l].max(-low[l]) } else { high[l] - low[l] };
+        base[l] = if range == 0.0 { 1.0 } else { range / top };
+    }
+    let candidate = |shrink: f32, sign: f32, shift: f32| {
+        let mut levels = Levels { scale: base, zero: [scheme.middle() as f32; LANES] };
+        levels.scale.iter_mut().for_each(|s| *s *= shrink * sign);
+        round_scales(&mut levels.scale);
+        if !scheme.sym {
+            for l in 0..LANES {
+                levels.zero[l] = (round((-low[l] * shrink / levels.scale[l]).min(300.0)) + shift).clamp(0.0, top);
+            }
+        }
+        levels
+    };
+    if grid == Grid::MaxAbs {
+        return candidate(1.0, 1.0, 0.0);
+    }
+    let weigh = |j: usize| if grid == Grid::Hessian { importance[j] } else { 1.0 };
+    let mut best = candidate(1.0, 1.0, 0.0);
+    let mut least = error(columns, &best, top, &weigh);
+    // A negative scale mirrors the symmetric grid, so that its spare code serves the positive side; an
+    // asymmetric grid may gain from a zero point one step aside.
+    let variants: &[(f32, f32)] = if scheme.sym { &[(1.0, 0.0), (-1.0, 0.0)] } else { &[(1.0, 0.0), (1.0, -1.0), (1.0, 1.0)] };
+    for shrink in shrinks(scheme.bits, scheme.sym) {
+        for &(sign, shift) in variants {
+            let levels = candidate(shrink, sign, shift);
+            let error = error(columns, &levels, top, &weigh);
+            for l in 0..LANES {
+                if error[l] < least[l] {
+                    least[l] = error[l];
+                    best.scale[l] = levels.scale[l];
+                    best.zero[l] = levels.zero[l];
+                }
+            }
+        }
+    }
+    best
+}
+
+/// Weighted squared error of each row.
+#[inline(always)]
+fn error(columns: &[Lane], levels: &Levels, top: f32, weigh: &impl Fn(usize) -> f32) -> Lane {
+    let mut inverse = [0.0; LANES];
+    let (mut least, mut most) = ([0.0; LANES], [0.0; LANES]);
+    for l in 0..LANES {
+        inverse[l] = 1.0 / levels.scale[l];
+        (least[l], most[l]) = (-levels.zero[l], top - levels.zero[l]);
+    }
+    let mut sum = [0.0f32; LANES];
+    for (j, w) in columns.iter().enumerate() {
+        let h = weigh(j);
+        for l in 0..LANES {
+            let steps = w[l] * inverse[l];
+            let steps = if steps < least[l] { least[l] } else { steps };
+            let steps = if steps > most[l] { most[l] } else { steps };
+            let e = round(steps) * levels.scale[l] - w[l];
+            sum[l] += h * e * e;
+        }
+    }
+    sum
+}

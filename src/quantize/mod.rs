@@ -5,6 +5,7 @@ pub mod gptq;
 pub mod grid;
 pub mod order;
 pub mod rtn;
+mod tile;
 
 use half::f16;
 
@@ -26,6 +27,14 @@ pub struct Quantized {
     pub zeros: Vec<u8>,
     /// `[cols]`: the group of each input channel.
     pub g_idx: Vec<u32>,
+}
+
+/// What quantizing one linear cost.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Report {
+    /// Half the squared output error, (w - q)' H (w - q) / 2 summed over rows, H being `2/tokens X'X`
+    /// (damped); for RTN with H's diagonal alone.
+    pub loss: f64,
 }
 
 impl Quantized {
