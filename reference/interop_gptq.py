@@ -1,7 +1,8 @@
 """Perplexity of a GPTQ artifact folder, read by others than quantkit.
 
 Two readings, float32 on the CPU, each with its perplexity in the JSON on stdout:
-  gptqmodel  GPTQModel loads the folder and runs its own kernel (--kernel torch by default)
+  gptqmodel  GPTQModel loads the folder and runs its own kernel (--kernel torch by default); its
+             float16 model is then widened to float32, which changes no weight
   layout     this script dequantizes the tensors as the published layout says, in numpy, and
              transformers runs the dense model
 Supports checkpoint formats gptq (zero points stored minus one) and gptq_v2, 2, 3, 4 and 8 bits,
@@ -88,9 +89,9 @@ def dense_model(folder):
 
 def gptqmodel(folder, kernel):
     from gptqmodel import BACKEND, GPTQModel
-    loaded = GPTQModel.load(str(folder), device="cpu", backend=BACKEND(kernel), dtype=torch.float32)
+    loaded = GPTQModel.load(str(folder), device="cpu", backend=BACKEND(kernel), dtype=torch.float16)
     kinds = sorted({type(m).__name__ for m in loaded.model.modules() if hasattr(m, "qweight")})
-    return loaded.model.eval(), {"kernel": kinds}
+    return loaded.model.float().eval(), {"kernel": kinds}
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

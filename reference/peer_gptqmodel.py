@@ -4,9 +4,11 @@ Calibration: the text is tokenized once without special tokens; the first --nsam
 windows of --seqlen tokens are used. Weights become --bits wide, symmetric. One line of JSON on
 stdout: wall and CPU seconds (user + system, all threads) of the quantization alone and of the
 whole process (imports, loading and saving included), and the peak resident memory. Everything
-GPTQModel prints goes to stderr.
+GPTQModel prints goes to stderr. Its own choice of --dtype is bfloat16 on a CPU, even for an FP16
+checkpoint, whose other weights are then rounded to bfloat16 as well.
 
-usage: peer_gptqmodel.py MODEL OUT --calib FILE [--nsamples 32] [--seqlen 512] [--bits 4] [--group-size 64] [--desc-act]
+usage: peer_gptqmodel.py MODEL OUT --calib FILE [--nsamples 32] [--seqlen 512] [--bits 4] [--group-size 64]
+                         [--desc-act] [--dtype auto|float32|float16|bfloat16]
 """
 import argparse, json, os, resource, sys, time
 from pathlib import Path
@@ -34,6 +36,7 @@ def main():
     ap.add_argument("--bits", type=int, default=4)
     ap.add_argument("--group-size", type=int, default=64)
     ap.add_argument("--desc-act", action="store_true")
+    ap.add_argument("--dtype", default="auto", help="of the unquantized weights and the arithmetic")
     args = ap.parse_args()
 
     tok = Tokenizer.from_file(str(args.model / "tokenizer.json"))
@@ -45,13 +48,13 @@ def main():
 
     config = QuantizeConfig(bits=args.bits, group_size=args.group_size, sym=True, offload_to_disk=False,
                             **({"desc_act": True, "act_group_aware": False} if args.desc_act else {}))
-    model = GPTQModel.load(str(args.model), config, device="cpu")
+    model = GPTQModel.load(str(args.model), config, device="cpu", dtype=args.dtype)
     wall, cpu = time.time(), cpu_seconds()
     model.quantize(calibration, batch_size=1, backend=BACKEND.TORCH)
     wall, cpu = time.time() - wall, cpu_seconds() - cpu
     model.save(str(args.out))
     json.dump({"tool": "gptqmodel", "bits": args.bits, "group_size": args.group_size, "desc_act": args.desc_act,
-               "nsamples": args.nsamples, "seqlen": args.seqlen,
+               "dtype": str(model.model.dtype).removeprefix("torch."), "nsamples": args.nsamples, "seqlen": args.seqlen,
                "quantize_wall_s": round(wall, 1), "quantize_cpu_s": round(cpu, 1),
                "process_wall_s": round(time.time() - START, 1), "process_cpu_s": round(cpu_seconds(), 1),
                "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}, answer)

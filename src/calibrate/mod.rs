@@ -1,3 +1,4 @@
 //! Corpus to token windows, and the block-by-block driver.
 
 pub mod corpus;
+pub mod driver;

@@ -1,3 +1,5 @@
-//! Running a model: cache, sampling, generation.
+//! Running a model: scoring, cached decoding, sampling.
 
+pub mod generate;
 pub mod sampler;
+pub mod score;

@@ -1,0 +1,74 @@
+//! The block-by-block driver: one forward pass over the calibration windows, in which each stage of each
+//! block is quantized from the inputs it really gets and the quantized weights carry the pass on.
+
+use crate::backend::{DeviceError, Gram, Matrix, spans_of};
+use crate::model::block::{Block, Chunk, Stage};
+use crate::model::{Model, ModelError};
+use crate::tensor::Tensor;
+
+/// Tokens taken through a layer at once. Fixed, so that sums do not depend on the machine.
+const CHUNK_TOKENS: usize = 4096;
+
+/// What the driver asks on its way. All matrices are those of `block.linears(stage)`, in that order.
+pub trait Quantizing {
+    type Error: From<DeviceError> + From<ModelError>;
+
+    /// Weights of a stage that an earlier run finished; they are used as they are.
+    fn restored(&mut self, block: &Block, stage: Stage) -> Result<Option<Vec<Matrix>>, Self::Error>;
+
+    /// Quantizes a stage from the Gram matrix of its inputs.
+    fn quantize(&mut self, block: &Block, stage: Stage, gram: &Gram) -> Result<Vec<Matrix>, Self::Error>;
+
+    /// The block is through; nothing of it is needed any more.
+    fn finished(&mut self, block: &Block) -> Result<(), Self::Error>;
+}
+
+/// Runs the calibration `windows` through all blocks. With `true_sequential` each stage sees its
+/// predecessors in the block quantized; without, all stages of a block see it unquantized.
+pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], true_sequential: bool, job: &mut Q) -> Result<(), Q::Error> {
+    let mut chunks = embed(model, windows)?;
+    for block in &model.blocks {
+        if true_sequential {
+            block.run(model, &mut chunks, None, &mut |stage, inputs| one_stage(model, block, stage, inputs, job).map(Some))?;
+        } else {
+            let mut swaps = Vec::new();
+            let mut unquantized = chunks.clone();
+            block.run(model, &mut unquantized, None, &mut |stage, inputs| {
+                swaps.push(one_stage(model, block, stage, inputs, job)?);
+                Ok::<_, Q::Error>(None)
+            })?;
+            drop(unquantized);
+            let mut swaps = swaps.into_iter();
+            block.run::<Q::Error>(model, &mut chunks, None, &mut |_, _| Ok(swaps.next()))?;
+        }
+        job.finished(block)?;
+    }
+    Ok(())
+}
+
+fn one_stage<Q: Quantizing>(model: &Model, block: &Block, stage: Stage, inputs: &[Tensor], job: &mut Q) -> Result<Vec<Matrix>, Q::Error> {
+    if let Some(weights) = job.restored(block, stage)? {
+        return Ok(weights);
+    }
+    let mut gram = Gram::new(inputs.first().map_or(0, |x| x.cols));
+    for x in inputs {
+        model.backend().add_gram(x, &mut gram)?;
+    }
+    if gram.lower.iter().any(|h| !h.is_finite()) {
+        let path = block.linears(stage)[0].path.clone();
+        return Err(ModelError::NonFinite { path: format!("the input of {path}") }.into());
+    }
+    job.quantize(block, stage, &gram)
+}
+
+/// Whole windows, packed into chunks in order.
+fn embed(model: &Model, windows: &[Vec<u32>]) -> Result<Vec<Chunk>, ModelError> {
+    let per_chunk = (CHUNK_TOKENS / windows.first().map_or(1, Vec::len).max(1)).max(1);
+    windows
+        .chunks(per_chunk)
+        .map(|windows| {
+            let sequences: Vec<&[u32]> = windows.iter().map(Vec::as_slice).collect();
+            model.embed(&sequences, spans_of(windows.iter().map(Vec::len)))
+        })
+        .collect()
+}
