@@ -95,6 +95,9 @@ pub enum PerplexityError {
     NonFinite { window: usize, position: usize, nll: f32 },
 }
 
+/// For each window given, the negative log-likelihood in nats of every token but the first.
+pub type Scores<E> = Result<Vec<Vec<f32>>, E>;
+
 /// Measures. `score` is given windows of one length and returns, for each, the negative log-likelihood in nats of
 /// every token but the first given those before it. `progress` hears how many windows of how many are done.
 ///
@@ -102,7 +105,7 @@ pub enum PerplexityError {
 pub fn measure<E>(
     request: &Request<'_>,
     progress: &mut dyn FnMut(usize, usize),
-    score: &mut dyn FnMut(&[&[u32]]) -> Result<Vec<Vec<f32>>, E>,
+    score: &mut dyn FnMut(&[&[u32]]) -> Scores<E>,
 ) -> Result<Measured, PerplexityError>
 where
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -235,9 +238,8 @@ mod tests {
 
     /// Gives the k-th token of each window the score `f(k)`.
     fn run(request: &Request<'_>, f: impl Fn(usize) -> f32) -> Result<Measured, PerplexityError> {
-        let mut score = |batch: &[&[u32]]| -> Result<Vec<Vec<f32>>, String> {
-            Ok(batch.iter().map(|w| (1..w.len()).map(&f).collect()).collect())
-        };
+        let mut score =
+            |batch: &[&[u32]]| -> Scores<String> { Ok(batch.iter().map(|w| (1..w.len()).map(&f).collect()).collect()) };
         measure(request, &mut |_, _| {}, &mut score)
     }
 
@@ -295,7 +297,7 @@ mod tests {
         let request = request("x", &tokens, Convention::LmEval, 7);
         let mut sizes = Vec::new();
         let mut seen = Vec::new();
-        let mut score = |batch: &[&[u32]]| -> Result<Vec<Vec<f32>>, String> {
+        let mut score = |batch: &[&[u32]]| -> Scores<String> {
             assert!(batch.iter().all(|w| w.len() == batch[0].len()));
             sizes.push(batch.len());
             Ok(batch.iter().map(|w| vec![1.0; w.len() - 1]).collect())
