@@ -1,6 +1,6 @@
 //! Which tokens are scored with which past: the conventions under which perplexities are published.
 //!
-//! Numbers of different conventions are not comparable (the same Llama-2-7B has 5.47, 5.80 or 8.79 on WikiText-2),
+//! Numbers of different conventions are not comparable (Llama-2-7B has about 5.5, 5.8 or 8.8 on WikiText-2),
 //! so each is followed exactly and named in the result.
 
 use std::fmt;

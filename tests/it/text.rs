@@ -117,6 +117,57 @@ fn streaming_drops_half_a_character_at_the_end_and_skips_special_tokens() {
 }
 
 #[test]
+fn streaming_of_sentencepiece_tokens_keeps_spaces_and_joins_bytes() {
+    let mut vocab = json!({"<unk>": 0, "<s>": 1, "</s>": 2});
+    for byte in 0..256 {
+        vocab[format!("<0x{byte:02X}>")] = json!(3 + byte);
+    }
+    for (i, piece) in ["\u{2581}", "H", "i", "\u{2581}H", "\u{2581}Hi"].into_iter().enumerate() {
+        vocab[piece] = json!(259 + i);
+    }
+    let special = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": true})
+    };
+    let file = json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": [special(1, "<s>"), special(2, "</s>")],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "\u{2581}"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"}]},
+        "pre_tokenizer": null,
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "dropout": 0.9, "unk_token": "<unk>", "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+            "vocab": vocab, "merges": [["\u{2581}", "H"], ["\u{2581}H", "i"]]}
+    });
+    let config = json!({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": false});
+    let tokenizer =
+        loaded(&[("tokenizer.json", Some(file.to_string())), ("tokenizer_config.json", Some(config.to_string()))])
+            .unwrap();
+    assert!(tokenizer.adds_bos());
+    assert!(tokenizer.bos_evidence().ends_with("`add_bos_token: false` is overruled"));
+
+    let text = "Hi Hi 日本 🙂 Hi";
+    let ids = tokenizer.encode(text).unwrap();
+    assert_eq!(ids[..3], [263, 263, 259]);
+    // Dropout is off, or this would hardly ever be the same twice.
+    assert!((0..20).all(|_| tokenizer.encode(text).unwrap() == ids));
+    let mut stream = tokenizer.decode_stream(true);
+    let pieces: Vec<String> = ids.iter().map(|&id| stream.push(id).unwrap()).collect();
+    assert_eq!(pieces[..3], ["Hi", " Hi", " "]);
+    assert_eq!(pieces.concat(), text);
+    assert!(!pieces.concat().contains(char::REPLACEMENT_CHARACTER));
+}
+
+#[test]
 fn the_demo_s_special_tokens() {
     let tokenizer = demo_tokenizer();
     assert_eq!((tokenizer.bos(), tokenizer.eos(), tokenizer.rows()), (Some(0), &[1][..], 2048));
