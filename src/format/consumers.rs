@@ -2,6 +2,7 @@
 //!
 //! Each fact names the file it was read in. Engines change monthly, so a new version is a new row.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use thiserror::Error;
@@ -289,12 +290,14 @@ fn pairs(pairs: &[(u8, bool)]) -> String {
 const FUSED: [&[&str]; 3] = [&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["w1", "w3"]];
 
 fn unlike_parts(plan: &Plan) -> Vec<Complaint> {
+    // Mixtures of experts have tens of thousands of linears.
+    let by_name: BTreeMap<&str, &Module> = plan.modules.iter().map(|module| (&*module.name, module)).collect();
     let mut out = Vec::new();
     for parts in FUSED {
         for first in &plan.modules {
             let Some(parent) = first.name.strip_suffix(parts[0]) else { continue };
-            let of = |part: &&str| plan.modules.iter().find(|m| m.name.strip_prefix(parent) == Some(part));
-            let present: Vec<&Module> = parts.iter().filter_map(of).collect();
+            let of = |part: &&str| by_name.get(&*format!("{parent}{part}"));
+            let present: Vec<&&Module> = parts.iter().filter_map(of).collect();
             if present.iter().any(|m| m.scheme != first.scheme) {
                 let why = format!("{} become one linear and must all have one scheme or none", parts.join(", "));
                 out.push((why, present.into_iter().map(|m| m.name.clone()).collect()));

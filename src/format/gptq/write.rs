@@ -1,6 +1,6 @@
 //! Tensors and configuration keys as GPTQModel 7 writes them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
@@ -53,7 +53,7 @@ impl Rule {
             let (parent, name) = split(module.as_ref());
             children.entry(parent).or_default().push(name);
         }
-        let mut rules: Vec<Rule> = Vec::new();
+        let (mut rules, mut known) = (Vec::new(), BTreeSet::new());
         for module in modules {
             let (parent, name) = split(module.as_ref());
             let whole = |parts: &[&str]| parts.contains(&name) && parts.iter().all(|p| children[parent].contains(p));
@@ -67,7 +67,7 @@ impl Rule {
             };
             let separator = if parent.is_empty() { "" } else { r"\." };
             let pattern = format!(r"(.*\.)?{}{separator}{last}$", regex::escape(parent));
-            if !rules.iter().any(|rule| rule.pattern == pattern) {
+            if known.insert(pattern.clone()) {
                 rules.push(Rule { pattern, scheme });
             }
         }
