@@ -1,7 +1,75 @@
 //! Artifact formats: names, files, configuration keys; written out and read back.
 
 pub mod atomic;
+pub mod config;
 pub mod consumers;
 pub mod gptq;
 pub mod manifest;
 pub mod safetensors;
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+use thiserror::Error;
+
+pub use manifest::verify_manifest;
+
+use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::model::source::{DenseSource, WeightSource};
+
+/// A stored form of quantized weights that can be read.
+struct Format {
+    /// What `quant_method` says.
+    method: &'static str,
+    open: fn(Checkpoint, &config::Found) -> Result<Opened, FormatError>,
+}
+
+/// Every readable format: one row each.
+const FORMATS: &[Format] = &[Format { method: "gptq", open: gptq::open }];
+
+/// The `quant_method`s that [`open`] reads.
+pub fn readable() -> impl Iterator<Item = &'static str> {
+    FORMATS.iter().map(|format| format.method)
+}
+
+/// A model folder, opened by the format its config names.
+pub struct Opened {
+    /// The `quant_method`, or `None` for plain floats.
+    pub method: Option<&'static str>,
+    pub source: Box<dyn WeightSource>,
+    /// What is odd about the folder, yet readable.
+    pub warnings: Vec<String>,
+}
+
+/// Why a quantized folder cannot be read.
+#[derive(Debug, Error)]
+pub enum FormatError {
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error("`{dir}` is quantized by `{method}`, which is not read; readable are: {known}")]
+    Method { dir: PathBuf, method: String, known: String },
+    #[error("the quantization config in `{path}` is not valid: {why}")]
+    Config { path: PathBuf, why: String },
+    #[error("module `{module}` in `{dir}` is damaged: {why}; download or quantize it again")]
+    Damaged { module: String, dir: PathBuf, why: String },
+}
+
+/// Opens the weights of a model folder, whatever form they are stored in.
+pub fn open(checkpoint: Checkpoint) -> Result<Opened, FormatError> {
+    let Some(found) = config::find(&checkpoint)? else {
+        return Ok(Opened { method: None, source: Box::new(DenseSource(checkpoint)), warnings: vec![] });
+    };
+    match FORMATS.iter().find(|format| format.method == found.method) {
+        Some(format) => (format.open)(checkpoint, &found),
+        None => Err(FormatError::Method {
+            dir: checkpoint.dir().into(),
+            method: found.method,
+            known: readable().collect::<Vec<_>>().join(", "),
+        }),
+    }
+}
+
+/// Indented JSON with a closing newline, as model folders hold it.
+pub fn pretty(value: &Value) -> Vec<u8> {
+    format!("{value:#}\n").into_bytes()
+}

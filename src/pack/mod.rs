@@ -1,2 +1,3 @@
 //! Quantized weights to bytes and back, one file per layout.
+
 pub mod gptq;

@@ -1,0 +1,112 @@
+//! Where model folders say how they are quantized: found when reading, placed when writing.
+
+use std::path::PathBuf;
+
+use serde_json::{Map, Value};
+
+use super::FormatError;
+use crate::checkpoint::Checkpoint;
+
+/// The key of `config.json` that every consumer reads.
+const KEY: &str = "quantization_config";
+
+/// Side files that hold the same object, in the order in which they are believed. The first two are
+/// AutoGPTQ's and AutoAWQ's, the last AutoRound's.
+const SIDE_FILES: [&str; 3] = ["quantize_config.json", "quant_config.json", "quantization_config.json"];
+
+/// A quantization config and where it was.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Found {
+    pub path: PathBuf,
+    /// `quant_method`, in lower case.
+    pub method: String,
+    pub value: Value,
+}
+
+/// Looks for the quantization config: in `config.json`, there under `text_config`, then in the side files.
+pub fn find(checkpoint: &Checkpoint) -> Result<Option<Found>, FormatError> {
+    let config = checkpoint.config();
+    let nested = config.get("text_config").and_then(|text| text.get(KEY));
+    let inside = [config.get(KEY), nested, config.get("compression_config")];
+    if let Some(value) = inside.into_iter().flatten().find(|value| !value.is_null()) {
+        return found(checkpoint.dir().join("config.json"), value.clone()).map(Some);
+    }
+    for file in SIDE_FILES {
+        if let Some(value) = checkpoint.side_json(file)? {
+            return found(checkpoint.dir().join(file), value).map(Some);
+        }
+    }
+    Ok(None)
+}
+
+fn found(path: PathBuf, value: Value) -> Result<Found, FormatError> {
+    let text = |key: &str| value.get(key).and_then(Value::as_str);
+    // Old side files name no method, but each has keys that only its writer used.
+    let guessed = if value.get("w_bit").is_some() {
+        Some("awq")
+    } else if value.get("desc_act").is_some() {
+        Some("gptq")
+    } else {
+        None
+    };
+    match text("quant_method").or(text("method")).or(guessed) {
+        Some(method) => Ok(Found { method: method.to_lowercase(), path, value }),
+        None => Err(FormatError::Config { path, why: "it names no `quant_method`".into() }),
+    }
+}
+
+/// The artifact's `config.json`: `source` with `quantization` added, keys in their order. A nested text
+/// config gets it too, since some consumers look only there, and each level names its element type by both
+/// `dtype` and `torch_dtype` if it does by one: older readers know only the latter.
+pub fn config_json(source: &Value, quantization: &Value) -> Value {
+    let Some(source) = source.as_object() else { return source.clone() };
+    let mut out = Map::new();
+    for (key, value) in source {
+        match key.as_str() {
+            // The source was quantized another way; what it said is no longer so.
+            KEY | "compression_config" => {}
+            "text_config" if value.is_object() => {
+                out.insert(key.clone(), config_json(value, quantization));
+            }
+            "dtype" | "torch_dtype" => {
+                let twin = if key == "dtype" { "torch_dtype" } else { "dtype" };
+                out.insert(key.clone(), value.clone());
+                if !source.contains_key(twin) {
+                    out.insert(twin.into(), value.clone());
+                }
+            }
+            _ => {
+                out.insert(key.clone(), value.clone());
+            }
+        }
+    }
+    out.insert(KEY.into(), quantization.clone());
+    Value::Object(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn keys_keep_their_order() {
+        let source = json!({"z": 1, "torch_dtype": "bfloat16", "a": 2, "compression_config": {}});
+        let text = config_json(&source, &json!({"bits": 4})).to_string();
+        let wanted = r#"{"z":1,"torch_dtype":"bfloat16","dtype":"bfloat16","a":2,"quantization_config":{"bits":4}}"#;
+        assert_eq!(text, wanted);
+        let both = json!({"dtype": "float16", "torch_dtype": "float32"});
+        assert_eq!(config_json(&both, &json!(1)), json!({"dtype": "float16", "torch_dtype": "float32", KEY: 1}));
+        assert_eq!(config_json(&json!({KEY: {"bits": 8}}), &json!(1)), json!({KEY: 1}));
+    }
+
+    #[test]
+    fn nested_text_configs_get_it_too() {
+        let source = json!({"text_config": {"dtype": "float16"}, "vision_config": {"dtype": "float16"}});
+        let written = config_json(&source, &json!({"bits": 4}));
+        assert_eq!(written["quantization_config"]["bits"], 4);
+        assert_eq!(written["text_config"]["quantization_config"]["bits"], 4);
+        assert_eq!(written["text_config"]["torch_dtype"], "float16");
+        assert_eq!(written["vision_config"], source["vision_config"]);
+    }
+}

@@ -1,0 +1,18 @@
+//! The GPTQ artifact: four tensors for each linear, and one quantization config.
+
+mod settings;
+mod source;
+mod write;
+
+pub use source::{GptqSource, Stored};
+pub use write::{GptqConfig, Rule, linear_specs, linear_tensors};
+
+use super::{FormatError, Opened, config};
+use crate::checkpoint::Checkpoint;
+
+/// Opens a folder whose config says `gptq`.
+pub(super) fn open(checkpoint: Checkpoint, found: &config::Found) -> Result<Opened, FormatError> {
+    let source = GptqSource::open(checkpoint, found)?;
+    let warnings = source.warnings().to_vec();
+    Ok(Opened { method: Some("gptq"), source: Box::new(source), warnings })
+}

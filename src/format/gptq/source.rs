@@ -1,0 +1,288 @@
+//! Reading GPTQ artifacts, trusting nothing: each module is checked against the config when the folder is
+//! opened, and the zero-point version is taken from the values where they tell it.
+
+use std::collections::BTreeMap;
+
+use rayon::prelude::*;
+
+use super::settings::Settings;
+use crate::backend::weight::{Gptq, Weight};
+use crate::checkpoint::{Checkpoint, Entry};
+use crate::format::FormatError;
+use crate::format::config::Found;
+use crate::model::source::{SourceError, WeightSource, dense};
+use crate::num::bits;
+use crate::pack::gptq::{Version, zero_points};
+use crate::scheme::{GroupSize, Scheme};
+use crate::tensor::{Dtype, bytes_to_words, widened};
+
+/// A quantized linear of an artifact.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stored {
+    pub rows: usize,
+    pub cols: usize,
+    pub scheme: Scheme,
+    /// How its zero points are stored, which may differ from what the config says.
+    pub version: Version,
+    /// Whether `g_idx` differs from groups in column order.
+    pub scattered: bool,
+    /// `None` if the file has none, or one that means nothing.
+    g_idx: Option<Vec<u32>>,
+    zeros: ZeroPoints,
+}
+
+/// What the zero points of a module tell about their version.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum ZeroPoints {
+    Asymmetric,
+    Agree,
+    /// All are the middle of the other version.
+    Contradict,
+    /// The config says symmetric, but they are not all the same.
+    Mixed,
+}
+
+/// A GPTQ artifact. Linears without `qweight` are floats.
+#[derive(Debug)]
+pub struct GptqSource {
+    checkpoint: Checkpoint,
+    modules: BTreeMap<String, Stored>,
+    warnings: Vec<String>,
+}
+
+impl GptqSource {
+    /// Opens an artifact and checks every module.
+    pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Self, FormatError> {
+        let settings = Settings::parse(found)?;
+        let names: Vec<&str> = checkpoint.tensors().keys().filter_map(|name| name.strip_suffix(".qweight")).collect();
+        if names.is_empty() {
+            let why = "the config says `gptq`, but no tensor ends in `.qweight`".into();
+            return Err(FormatError::Config { path: found.path.clone(), why });
+        }
+        let read = |name: &&str| match check(&checkpoint, name, &settings) {
+            Ok(stored) => Ok((name.to_string(), stored)),
+            Err(why) => Err(FormatError::Damaged { module: name.to_string(), dir: checkpoint.dir().into(), why }),
+        };
+        let modules: BTreeMap<String, Stored> = names.par_iter().map(read).collect::<Result<_, _>>()?;
+        let warnings = warnings(&modules, &settings);
+        Ok(Self { checkpoint, modules, warnings })
+    }
+
+    /// What is odd about the artifact, yet readable.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// The quantized linears, by name.
+    pub fn modules(&self) -> &BTreeMap<String, Stored> {
+        &self.modules
+    }
+}
+
+impl WeightSource for GptqSource {
+    fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    fn linear(&self, module: &str, rows: usize, cols: usize) -> Result<Weight, SourceError> {
+        match self.modules.get(module) {
+            None => dense(&self.checkpoint, module, rows, cols),
+            Some(stored) => load(&self.checkpoint, module, stored, rows, cols).map_err(|why| SourceError::Stored {
+                module: module.into(),
+                dir: self.checkpoint.dir().into(),
+                why,
+            }),
+        }
+    }
+}
+
+fn load(checkpoint: &Checkpoint, module: &str, stored: &Stored, rows: usize, cols: usize) -> Result<Weight, String> {
+    if (stored.rows, stored.cols) != (rows, cols) {
+        return Err(format!(
+            "it has {} outputs and {} inputs; the model's config asks for {rows} and {cols}",
+            stored.rows, stored.cols
+        ));
+    }
+    let Scheme { bits, group_size, .. } = stored.scheme;
+    let entry = entry(checkpoint, module, "scales")?;
+    let scales = widened(entry.dtype, &entry.bytes);
+    if let Some(at) = scales.iter().position(|s| !s.is_finite()) {
+        return Err(format!("the scale of output {} in group {} is {}", at % rows, at / rows, scales[at]));
+    }
+    let group = group_size.columns(cols);
+    let weight = Gptq {
+        rows,
+        cols,
+        bits,
+        qweight: bytes_to_words(&self::entry(checkpoint, module, "qweight")?.bytes),
+        zeros: zero_points(&words(checkpoint, module, "qzeros")?, rows, bits, stored.version),
+        scales,
+        g_idx: stored.g_idx.clone().unwrap_or_else(|| (0..cols).map(|k| (k / group) as u32).collect()),
+    };
+    Ok(Weight::Gptq(weight.into()))
+}
+
+fn entry<'a>(checkpoint: &'a Checkpoint, module: &str, what: &str) -> Result<&'a Entry, String> {
+    checkpoint.tensors().get(&format!("{module}.{what}")).ok_or_else(|| format!("its `{what}` is missing"))
+}
+
+fn words(checkpoint: &Checkpoint, module: &str, what: &str) -> Result<Vec<u32>, String> {
+    Ok(bytes_to_words(&entry(checkpoint, module, what)?.bytes))
+}
+
+fn expect(entry: &Entry, what: &str, dtypes: &[Dtype], shape: &[usize]) -> Result<(), String> {
+    if !dtypes.contains(&entry.dtype) {
+        let wanted: Vec<&str> = dtypes.iter().map(|d| d.name()).collect();
+        return Err(format!("`{what}` is {}; it should be {}", entry.dtype, wanted.join(" or ")));
+    }
+    if entry.shape != shape {
+        return Err(format!("`{what}` has shape {:?}; its config asks for {shape:?}", entry.shape));
+    }
+    Ok(())
+}
+
+/// Checks everything about a module but its scales and codes, which are read when they are used.
+fn check(checkpoint: &Checkpoint, module: &str, settings: &Settings) -> Result<Stored, String> {
+    let qweight = entry(checkpoint, module, "qweight")?;
+    let [packed, rows] = qweight.shape[..] else {
+        return Err(format!("`qweight` has shape {:?}; it should have two dimensions", qweight.shape));
+    };
+    if rows == 0 || packed == 0 {
+        return Err(format!("`qweight` has shape {:?}; it is empty", qweight.shape));
+    }
+    let g_idx = match checkpoint.tensors().get(&format!("{module}.g_idx")) {
+        None => None,
+        Some(entry) if entry.dtype != Dtype::I32 || entry.shape.len() != 1 => {
+            return Err(format!("`g_idx` is {} of shape {:?}; it should be a vector of I32", entry.dtype, entry.shape));
+        }
+        Some(entry) => Some(bytes_to_words(&entry.bytes)),
+    };
+    let scales = entry(checkpoint, module, "scales")?;
+    // A rule that leaves out a module whose integers are there is wrong about it.
+    let mut scheme = settings.scheme_of(module).unwrap_or(settings.scheme);
+    if let (Some(g_idx), false) = (&g_idx, settings.unreadable.is_empty()) {
+        scheme = seen(scheme, g_idx.len(), packed, scales.shape.first().copied());
+    }
+    let bits = scheme.bits;
+    let cols = g_idx.as_ref().map_or(packed * 32 / bits as usize, Vec::len);
+    if cols == 0 || !(rows * bits as usize).is_multiple_of(32) {
+        return Err(format!("{rows} outputs by {cols} inputs at {bits} bits do not fill 32-bit words"));
+    }
+    let (groups, group) = (scheme.group_size.count(cols), scheme.group_size.columns(cols));
+    expect(qweight, "qweight", &[Dtype::I32], &[bits::words(cols, bits), rows])?;
+    expect(scales, "scales", &[Dtype::F16, Dtype::BF16, Dtype::F32], &[groups, rows])?;
+    let qzeros = entry(checkpoint, module, "qzeros")?;
+    expect(qzeros, "qzeros", &[Dtype::I32], &[groups, bits::words(rows, bits)])?;
+
+    let g_idx = match g_idx {
+        Some(g_idx) => checked_groups(g_idx, groups, group)?,
+        None => None,
+    };
+    let scattered = g_idx.iter().flatten().enumerate().any(|(k, &g)| g as usize != k / group);
+    let (version, zeros) = infer(&bytes_to_words(&qzeros.bytes), rows, scheme, settings.version);
+    Ok(Stored { rows, cols, scheme, version, scattered, g_idx, zeros })
+}
+
+/// The scheme that shapes show, for modules to which an unreadable rule may apply.
+fn seen(scheme: Scheme, cols: usize, packed: usize, groups: Option<usize>) -> Scheme {
+    let bits = [2u8, 3, 4, 8].into_iter().find(|&b| cols * b as usize == packed * 32).unwrap_or(scheme.bits);
+    let group_size = match groups {
+        Some(1) => GroupSize::CHANNEL,
+        Some(groups) if groups > 1 && groups != scheme.group_size.count(cols) => {
+            GroupSize::new(cols.div_ceil(groups) as i32).unwrap_or(scheme.group_size)
+        }
+        _ => scheme.group_size,
+    };
+    Scheme { bits, group_size, ..scheme }
+}
+
+/// Checks range and counts. `None` for a vector of zeros where there are several groups: some writers leave
+/// it unset without activation order.
+fn checked_groups(g_idx: Vec<u32>, groups: usize, size: usize) -> Result<Option<Vec<u32>>, String> {
+    if groups > 1 && g_idx.iter().all(|&g| g == 0) {
+        return Ok(None);
+    }
+    let mut counts = vec![0; groups];
+    for (k, &g) in g_idx.iter().enumerate() {
+        match counts.get_mut(g as usize) {
+            Some(count) => *count += 1,
+            None => {
+                return Err(format!("`g_idx` puts input {k} into group {}, but there are {groups} groups", g as i32));
+            }
+        }
+    }
+    match counts.iter().position(|&count| count > size) {
+        Some(g) => Err(format!("`g_idx` puts {} inputs into group {g}; the group size is {size}", counts[g])),
+        None => Ok(Some(g_idx)),
+    }
+}
+
+/// The version of stored zero points: as labelled, unless a symmetric module holds nothing but the middle of
+/// the other version. Published artifacts exist whose label is wrong.
+fn infer(qzeros: &[u32], rows: usize, scheme: Scheme, labelled: Version) -> (Version, ZeroPoints) {
+    if !scheme.sym {
+        return (labelled, ZeroPoints::Asymmetric);
+    }
+    let all_middle = |version: Version| {
+        let field = version.store(scheme.middle(), scheme.bits);
+        let row = bits::pack(std::iter::repeat_n(field, rows), rows, scheme.bits);
+        qzeros.chunks(row.len()).all(|words| words == row)
+    };
+    let other = if labelled == Version::V1 { Version::V2 } else { Version::V1 };
+    if all_middle(labelled) {
+        (labelled, ZeroPoints::Agree)
+    } else if all_middle(other) {
+        (other, ZeroPoints::Contradict)
+    } else {
+        (labelled, ZeroPoints::Mixed)
+    }
+}
+
+fn warnings(modules: &BTreeMap<String, Stored>, settings: &Settings) -> Vec<String> {
+    let mut out = Vec::new();
+    let mut warn = |counts: &dyn Fn(&str, &Stored) -> bool, text: &dyn Fn(&str) -> String| {
+        let mut found = modules.iter().filter(|(name, stored)| counts(name, stored));
+        if let Some((first, _)) = found.next() {
+            out.push(text(&format!("{} of {} quantized modules (first `{first}`)", 1 + found.count(), modules.len())));
+        }
+    };
+    let label = settings.version.name();
+    warn(&|_, stored| stored.zeros == ZeroPoints::Contradict, &|which| {
+        format!(
+            "the config says `{label}`, but the zero points of {which} are stored the other way; they are read as \
+             they are, other readers may shift every weight by one step"
+        )
+    });
+    warn(&|_, stored| stored.zeros == ZeroPoints::Mixed, &|which| {
+        format!("the config says symmetric, but {which} have other zero points; they are read as `{label}`")
+    });
+    warn(&|name, _| settings.scheme_of(name).is_none(), &|which| {
+        format!("the config says that {which} are not quantized, but they are; they are read as quantized")
+    });
+    for pattern in &settings.unreadable {
+        out.push(format!("the rule `{pattern}` cannot be evaluated here; widths and groups are taken from shapes"));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_tell_bits_and_groups() {
+        let base = Scheme { bits: 4, group_size: GroupSize::CHANNEL, sym: true };
+        let eight = seen(base, 256, 64, Some(2));
+        assert_eq!((eight.bits, eight.group_size.raw()), (8, 128));
+        assert_eq!(seen(base, 256, 32, Some(1)), base);
+    }
+
+    #[test]
+    fn unset_and_wrong_groups() {
+        assert_eq!(checked_groups(vec![0; 8], 2, 4), Ok(None));
+        assert_eq!(checked_groups(vec![1, 0, 1, 0], 2, 2), Ok(Some(vec![1, 0, 1, 0])));
+        let far = checked_groups(vec![0, u32::MAX], 2, 4);
+        assert!(far.is_err_and(|e| e.contains("input 1 into group -1")));
+        assert!(checked_groups(vec![1, 1, 1, 0], 2, 2).is_err_and(|e| e.contains("3 inputs into group 1")));
+    }
+}
