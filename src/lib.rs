@@ -24,6 +24,7 @@ pub mod model;
 pub mod num;
 pub mod pack;
 pub mod quantize;
+pub mod recipe;
 pub mod report;
 pub mod scheme;
 pub mod tensor;

@@ -1,1 +1,18 @@
-fn main() {}
+//! The `quantkit` binary: parse, run, map errors to exit codes.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use quantkit::cli::args::Cli;
+use quantkit::cli::{exit, interrupt};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    interrupt::listen();
+    match std::panic::catch_unwind(|| quantkit::commands::run(cli)) {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(error)) => exit::report(&error),
+        // The panic hook has said where; a defect of ours, not of the input.
+        Err(_) => ExitCode::from(3),
+    }
+}

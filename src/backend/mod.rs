@@ -125,11 +125,26 @@ pub trait Backend: Send + Sync {
 
     /// Rotates each head of `x` by its position (halves apart, as Hugging Face stores them), after an RMS
     /// norm over each head where `norm` gives its weight and eps.
-    fn rope(&self, x: &mut Tensor, spans: &[Span], head_dim: usize, norm: Option<(&Tensor, f32)>, table: &RopeTable) -> Done<()>;
+    fn rope(
+        &self,
+        x: &mut Tensor,
+        spans: &[Span],
+        head_dim: usize,
+        norm: Option<(&Tensor, f32)>,
+        table: &RopeTable,
+    ) -> Done<()>;
 
     /// Causal attention of each span over itself and, with caches (one a span), over what they hold; the
     /// caches take up the new keys and values.
-    fn attention(&self, q: &Tensor, k: &Tensor, v: &Tensor, spans: &[Span], shape: &AttentionShape, caches: Option<&mut [KvCache]>) -> Done<Tensor>;
+    fn attention(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        spans: &[Span],
+        shape: &AttentionShape,
+        caches: Option<&mut [KvCache]>,
+    ) -> Done<Tensor>;
 
     /// activation(gate) * up.
     fn gated(&self, gate: &Tensor, up: &Tensor, activation: Activation) -> Done<Tensor>;

@@ -88,7 +88,8 @@ impl Gptq {
             while k < self.cols {
                 // Runs of equal g_idx are whole groups unless activation order scattered them.
                 let g = self.g_idx[k] as usize;
-                let end = self.g_idx[k..].iter().position(|&other| other as usize != g).map_or(self.cols, |run| k + run);
+                let end =
+                    self.g_idx[k..].iter().position(|&other| other as usize != g).map_or(self.cols, |run| k + run);
                 let (scale, zero) = (self.scales[g * self.rows + n], self.zeros[g * self.rows + n] as f32);
                 match self.bits {
                     4 => self.run::<8>(word, k..end, scale, zero, out),
@@ -107,7 +108,14 @@ impl Gptq {
 
     /// One run of columns for widths that divide a word into `PER` fields.
     #[inline(always)]
-    fn run<const PER: usize>(&self, word: impl Fn(usize) -> u32, run: Range<usize>, scale: f32, zero: f32, out: &mut [f32]) {
+    fn run<const PER: usize>(
+        &self,
+        word: impl Fn(usize) -> u32,
+        run: Range<usize>,
+        scale: f32,
+        zero: f32,
+        out: &mut [f32],
+    ) {
         let mask = (1u32 << self.bits) - 1;
         let mut k = run.start;
         while k < run.end {

@@ -23,8 +23,10 @@ pub enum CorpusError {
     Io { path: PathBuf, why: String },
     #[error("`{path}` is not UTF-8 text (first bad byte at {offset}); convert it")]
     NotText { path: PathBuf, offset: usize },
-    #[error("`{path}` is neither .txt (one text) nor .jsonl (a `text` or `messages` per line)")]
-    Kind { path: PathBuf },
+    #[error(
+        "`{path}`: .{extension} files are not read; give plain text, or .jsonl with a `text` or `messages` per line"
+    )]
+    Kind { path: PathBuf, extension: String },
     #[error("`{path}`, line {line}: {why}")]
     Line { path: PathBuf, line: usize, why: String },
     #[error("`{path}`, line {line}: {source}")]
@@ -77,22 +79,23 @@ impl Corpus {
         Self { name: "heldout".into(), documents: vec![HELDOUT.into()], sha256: text_sha256(HELDOUT) }
     }
 
-    /// A user's file, by its extension: `.txt` is one text, `.jsonl` one JSON object per line with `text` or
-    /// `messages`. Empty lines and empty texts are passed over; anything else that cannot be used is an error.
+    /// A user's file: `.jsonl` is one JSON object per line with `text` or `messages`, anything else one plain
+    /// text. Empty lines and empty texts are passed over. Line ends become LF, as when Python reads text: the
+    /// published figures on files with CR LF are made so.
     pub fn read(path: &Path, chat: Option<RenderChat<'_>>) -> Result<Self, CorpusError> {
-        let lines = match path.extension().and_then(|e| e.to_str()) {
-            Some("txt") => false,
-            Some("jsonl") => true,
-            _ => return Err(CorpusError::Kind { path: path.into() }),
-        };
+        let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
+        if ["json", "parquet", "csv", "gz", "zst", "zip", "pdf"].contains(&&*extension) {
+            return Err(CorpusError::Kind { path: path.into(), extension });
+        }
+        let lines = extension == "jsonl";
         let bytes = std::fs::read(path).map_err(|e| CorpusError::Io { path: path.into(), why: e.to_string() })?;
         let text = String::from_utf8(bytes)
             .map_err(|e| CorpusError::NotText { path: path.into(), offset: e.utf8_error().valid_up_to() })?;
         let sha256 = text_sha256(&text);
         // A byte order mark is an editor's trace, not text.
-        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+        let text = text.strip_prefix('\u{feff}').unwrap_or(&text).replace("\r\n", "\n").replace('\r', "\n");
         let name = path.display().to_string();
-        let mut documents = if lines { read_lines(path, text, chat)? } else { vec![text.to_owned()] };
+        let mut documents = if lines { read_lines(path, &text, chat)? } else { vec![text] };
         documents.retain(|document| !document.is_empty());
         if documents.iter().all(|document| document.trim().is_empty()) {
             return Err(CorpusError::Empty { name });

@@ -25,11 +25,18 @@ pub trait Quantizing {
 
 /// Runs the calibration `windows` through all blocks. With `true_sequential` each stage sees its
 /// predecessors in the block quantized; without, all stages of a block see it unquantized.
-pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], true_sequential: bool, job: &mut Q) -> Result<(), Q::Error> {
+pub fn run<Q: Quantizing>(
+    model: &Model,
+    windows: &[Vec<u32>],
+    true_sequential: bool,
+    job: &mut Q,
+) -> Result<(), Q::Error> {
     let mut chunks = embed(model, windows)?;
     for block in &model.blocks {
         if true_sequential {
-            block.run(model, &mut chunks, None, &mut |stage, inputs| one_stage(model, block, stage, inputs, job).map(Some))?;
+            block.run(model, &mut chunks, None, &mut |stage, inputs| {
+                one_stage(model, block, stage, inputs, job).map(Some)
+            })?;
         } else {
             let mut swaps = Vec::new();
             let mut unquantized = chunks.clone();
@@ -46,7 +53,13 @@ pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], true_sequential: 
     Ok(())
 }
 
-fn one_stage<Q: Quantizing>(model: &Model, block: &Block, stage: Stage, inputs: &[Tensor], job: &mut Q) -> Result<Vec<Matrix>, Q::Error> {
+fn one_stage<Q: Quantizing>(
+    model: &Model,
+    block: &Block,
+    stage: Stage,
+    inputs: &[Tensor],
+    job: &mut Q,
+) -> Result<Vec<Matrix>, Q::Error> {
     if let Some(weights) = job.restored(block, stage)? {
         return Ok(weights);
     }

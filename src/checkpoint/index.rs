@@ -23,7 +23,8 @@ pub fn snapshot(dir: &Path) -> Result<PathBuf, CheckpointError> {
             return Ok(path);
         }
     }
-    let mut all: Vec<PathBuf> = list(&snapshots)?.into_iter().map(|name| snapshots.join(name)).filter(|p| p.is_dir()).collect();
+    let mut all: Vec<PathBuf> =
+        list(&snapshots)?.into_iter().map(|name| snapshots.join(name)).filter(|p| p.is_dir()).collect();
     match all.len() {
         1 => Ok(all.remove(0)),
         _ => Err(CheckpointError::NoFile(dir.join("refs/main"))),

@@ -169,14 +169,16 @@ fn map_file(dir: &Path, file: &Arc<str>, tensors: &mut BTreeMap<String, Entry>) 
     let (data_start, metadata) = SafeTensors::read_metadata(&map).map_err(|e| header(e.to_string()))?;
     let data_start = data_start + 8;
     for (name, info) in metadata.tensors() {
-        let dtype = Dtype::parse(&info.dtype.to_string())
-            .ok_or_else(|| header(format!("tensor `{name}` has element type {}, which is not read here", info.dtype)))?;
+        let dtype = Dtype::parse(&info.dtype.to_string()).ok_or_else(|| {
+            header(format!("tensor `{name}` has element type {}, which is not read here", info.dtype))
+        })?;
         let (start, end) = info.data_offsets;
         let range = data_start + start..data_start + end;
         if range.end > map.len() {
             return Err(header(format!("tensor `{name}` ends at byte {}, the file at {}", range.end, map.len())));
         }
-        let entry = Entry { dtype, shape: info.shape.clone(), bytes: Bytes::Mapped(map.clone(), range), file: file.clone() };
+        let entry =
+            Entry { dtype, shape: info.shape.clone(), bytes: Bytes::Mapped(map.clone(), range), file: file.clone() };
         if let Some(other) = tensors.insert(name.clone(), entry) {
             return Err(header(format!("tensor `{name}` is in `{}` as well", other.file)));
         }

@@ -31,7 +31,9 @@ pub fn non_finite(tensors: &BTreeMap<String, Entry>) -> Vec<NonFinite> {
 /// A float is NaN or infinite when all its exponent bits are set.
 fn search(dtype: Dtype, bytes: &[u8]) -> Option<(usize, usize)> {
     let positions: Vec<usize> = match dtype {
-        Dtype::F32 => bad(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) & 0x7F80_0000 == 0x7F80_0000)),
+        Dtype::F32 => bad(bytes
+            .chunks_exact(4)
+            .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) & 0x7F80_0000 == 0x7F80_0000)),
         Dtype::F16 => bad(bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7C00 == 0x7C00)),
         _ => bad(bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7F80 == 0x7F80)),
     };

@@ -1,1 +1,6 @@
-//! Arguments, settings, progress, exit codes.
+//! Arguments, progress, interruption, exit codes.
+
+pub mod args;
+pub mod exit;
+pub mod interrupt;
+pub mod print;

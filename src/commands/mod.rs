@@ -1,1 +1,26 @@
 //! One file a verb; no algorithm.
+
+mod eval_ppl;
+mod generate;
+mod list;
+mod open;
+mod quantize;
+
+use anyhow::{Context, Result};
+
+use crate::cli::args::{Cli, Command, EvalCommand};
+use crate::cli::print::Printer;
+
+/// Runs the command that was asked for.
+pub fn run(cli: Cli) -> Result<()> {
+    let threads = cli.global.threads.map_or(0, usize::from);
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start the worker threads")?;
+    let printer = |json: bool| Printer::new(cli.global.quiet, json);
+    match cli.command {
+        Command::Gptq(args) => quantize::gptq(&args, printer(args.output.json)),
+        Command::Rtn(args) => quantize::rtn(&args, printer(args.output.json)),
+        Command::Eval(EvalCommand::Ppl(args)) => eval_ppl::run(&args, printer(args.json)),
+        Command::Generate(args) => generate::run(&args, printer(args.json)),
+        Command::List(args) => list::run(printer(args.json)),
+    }
+}

@@ -13,7 +13,13 @@ pub fn nll(model: &Model, windows: &[&[u32]]) -> Result<Vec<Vec<f32>>, ModelErro
     let mut rest = windows;
     while let Some(first) = rest.first() {
         let mut tokens = first.len();
-        let fitting = 1 + rest[1..].iter().take_while(|w| { tokens += w.len(); tokens <= CHUNK_TOKENS }).count();
+        let fitting = 1 + rest[1..]
+            .iter()
+            .take_while(|w| {
+                tokens += w.len();
+                tokens <= CHUNK_TOKENS
+            })
+            .count();
         let (now, later) = rest.split_at(fitting);
         let chunk = model.embed(now, spans_of(now.iter().map(|w| w.len())))?;
         let hidden = model.forward(chunk, None)?.hidden;

@@ -22,6 +22,8 @@ pub struct Request<'a> {
     pub tokens: &'a [u32],
     pub convention: Convention,
     pub window: usize,
+    /// Only the first windows, if the text gives more.
+    pub max_windows: Option<usize>,
     pub bos: BosRule,
     /// For lmeval without BOS: what the first token is predicted from.
     pub prefix: Option<u32>,
@@ -110,8 +112,9 @@ pub fn measure<E>(
 where
     E: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
-    let Request { text, tokens, convention, window, bos, prefix, batch_tokens, device } = *request;
-    let windows = plan(convention, tokens, window, bos, prefix)?;
+    let Request { text, tokens, convention, window, max_windows, bos, prefix, batch_tokens, device } = *request;
+    let mut windows = plan(convention, tokens, window, bos, prefix)?;
+    windows.truncate(max_windows.unwrap_or(usize::MAX));
     let began = Instant::now();
     let mut moments = Moments::default();
     let mut sums = Vec::with_capacity(windows.len());

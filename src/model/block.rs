@@ -66,13 +66,22 @@ pub struct Chunk {
 pub type Tap<'a, E> = dyn FnMut(Stage, &[Tensor]) -> Result<Option<Vec<Matrix>>, E> + 'a;
 
 /// Loads what the config says a block has, checking shapes.
-pub(super) fn load(config: &ModelConfig, source: &dyn WeightSource, backend: &dyn Backend, index: usize) -> Result<Block, ModelError> {
+pub(super) fn load(
+    config: &ModelConfig,
+    source: &dyn WeightSource,
+    backend: &dyn Backend,
+    index: usize,
+) -> Result<Block, ModelError> {
     let path = config.block_path(index);
     let norm = |name: &str, len: usize| norm(config, source, backend, &format!("{path}.{name}"), len);
     let linear = |name: &str, rows: usize, cols: usize, bias: bool| -> Result<Linear, ModelError> {
         let path = format!("{path}.{name}");
         let bias = match bias {
-            true => Some(backend.upload(1, rows, source.checkpoint().vector(&format!("{path}.bias"), rows).map_err(SourceError::from)?)?),
+            true => Some(backend.upload(
+                1,
+                rows,
+                source.checkpoint().vector(&format!("{path}.bias"), rows).map_err(SourceError::from)?,
+            )?),
             false => None,
         };
         let weight = backend.load(source.linear(&path, rows, cols)?)?;
@@ -81,8 +90,11 @@ pub(super) fn load(config: &ModelConfig, source: &dyn WeightSource, backend: &dy
     let (hidden, inner) = (config.hidden, config.intermediate);
     let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
     let family = config.family;
-    let (after_attention, mlp_norm) =
-        if family.sandwich_norms { (Some("post_attention_layernorm"), "pre_feedforward_layernorm") } else { (None, "post_attention_layernorm") };
+    let (after_attention, mlp_norm) = if family.sandwich_norms {
+        (Some("post_attention_layernorm"), "pre_feedforward_layernorm")
+    } else {
+        (None, "post_attention_layernorm")
+    };
     let head_norm = |name: &str| family.qk_norm.then(|| norm(name, config.head_dim)).transpose();
     Ok(Block {
         index,
@@ -104,7 +116,13 @@ pub(super) fn load(config: &ModelConfig, source: &dyn WeightSource, backend: &dy
 }
 
 /// A norm weight, with the family's offset added.
-pub(super) fn norm(config: &ModelConfig, source: &dyn WeightSource, backend: &dyn Backend, name: &str, len: usize) -> Result<Tensor, ModelError> {
+pub(super) fn norm(
+    config: &ModelConfig,
+    source: &dyn WeightSource,
+    backend: &dyn Backend,
+    name: &str,
+    len: usize,
+) -> Result<Tensor, ModelError> {
     let mut weight = source.checkpoint().vector(&format!("{name}.weight"), len).map_err(SourceError::from)?;
     if config.family.norm_plus_one {
         weight.iter_mut().for_each(|w| *w += 1.0);
@@ -130,7 +148,13 @@ impl Block {
 
     /// Takes `chunks` through the block, all chunks stage by stage. `caches` are per sequence, for a single
     /// chunk.
-    pub fn run<E: From<DeviceError>>(&self, model: &Model, chunks: &mut [Chunk], mut caches: Option<&mut [KvCache]>, tap: &mut Tap<E>) -> Result<(), E> {
+    pub fn run<E: From<DeviceError>>(
+        &self,
+        model: &Model,
+        chunks: &mut [Chunk],
+        mut caches: Option<&mut [KvCache]>,
+        tap: &mut Tap<E>,
+    ) -> Result<(), E> {
         let (config, backend) = (&model.config, model.backend());
         let layer = &config.layers[self.index];
         let shape = AttentionShape {
@@ -149,10 +173,24 @@ impl Block {
         let [q, k, v] = [&self.q, &self.k, &self.v];
         let mut attended = Vec::with_capacity(chunks.len());
         for (chunk, x) in chunks.iter().zip(inputs) {
-            let apply = |i: usize, linear: &Linear| backend.linear(&x, swapped.as_ref().map_or(&linear.weight, |s| &s[i]), linear.bias.as_ref());
+            let apply = |i: usize, linear: &Linear| {
+                backend.linear(&x, swapped.as_ref().map_or(&linear.weight, |s| &s[i]), linear.bias.as_ref())
+            };
             let (mut q, mut k, v) = (apply(0, q)?, apply(1, k)?, apply(2, v)?);
-            backend.rope(&mut q, &chunk.spans, config.head_dim, self.q_norm.as_ref().map(|n| (n, config.eps)), &table)?;
-            backend.rope(&mut k, &chunk.spans, config.head_dim, self.k_norm.as_ref().map(|n| (n, config.eps)), &table)?;
+            backend.rope(
+                &mut q,
+                &chunk.spans,
+                config.head_dim,
+                self.q_norm.as_ref().map(|n| (n, config.eps)),
+                &table,
+            )?;
+            backend.rope(
+                &mut k,
+                &chunk.spans,
+                config.head_dim,
+                self.k_norm.as_ref().map(|n| (n, config.eps)),
+                &table,
+            )?;
             attended.push(backend.attention(&q, &k, &v, &chunk.spans, &shape, caches.as_deref_mut())?);
         }
         let swapped = tap(Stage::Output, &attended)?;
@@ -162,7 +200,9 @@ impl Block {
         let swapped = tap(Stage::GateUp, &inputs)?;
         let mut gated = Vec::with_capacity(chunks.len());
         for x in inputs {
-            let apply = |i: usize, linear: &Linear| backend.linear(&x, swapped.as_ref().map_or(&linear.weight, |s| &s[i]), linear.bias.as_ref());
+            let apply = |i: usize, linear: &Linear| {
+                backend.linear(&x, swapped.as_ref().map_or(&linear.weight, |s| &s[i]), linear.bias.as_ref())
+            };
             gated.push(backend.gated(&apply(0, &self.gate)?, &apply(1, &self.up)?, config.activation)?);
         }
         let swapped = tap(Stage::Down, &gated)?;
@@ -170,7 +210,15 @@ impl Block {
     }
 
     /// hidden += norm(linear(x)).
-    fn join<E: From<DeviceError>>(&self, model: &Model, chunks: &mut [Chunk], xs: Vec<Tensor>, linear: &Linear, swapped: Option<Vec<Matrix>>, norm: Option<&Tensor>) -> Result<(), E> {
+    fn join<E: From<DeviceError>>(
+        &self,
+        model: &Model,
+        chunks: &mut [Chunk],
+        xs: Vec<Tensor>,
+        linear: &Linear,
+        swapped: Option<Vec<Matrix>>,
+        norm: Option<&Tensor>,
+    ) -> Result<(), E> {
         let backend = model.backend();
         let weight = swapped.as_ref().map_or(&linear.weight, |s| &s[0]);
         for (chunk, x) in chunks.iter_mut().zip(xs) {

@@ -62,12 +62,19 @@ impl<'a> Keys<'a> {
         self.0.get(key).filter(|v| !v.is_null())
     }
 
-    fn read<T>(&self, key: &str, wanted: &str, convert: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>, ConfigError> {
+    fn read<T>(
+        &self,
+        key: &str,
+        wanted: &str,
+        convert: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, ConfigError> {
         self.get(key).map(|v| convert(v).ok_or_else(|| bad(key, v, wanted))).transpose()
     }
 
     fn count(&self, key: &'static str) -> Result<Option<usize>, ConfigError> {
-        self.read(key, "a positive whole number is needed", |v| v.as_u64().filter(|&n| n > 0 && n < 1 << 32).map(|n| n as usize))
+        self.read(key, "a positive whole number is needed", |v| {
+            v.as_u64().filter(|&n| n > 0 && n < 1 << 32).map(|n| n as usize)
+        })
     }
 
     fn need(&self, key: &'static str) -> Result<usize, ConfigError> {
@@ -107,21 +114,39 @@ impl ModelConfig {
         let heads = keys.need("num_attention_heads")?;
         let kv_heads = keys.count("num_key_value_heads")?.or(defaults.kv_heads).unwrap_or(heads);
         if heads % kv_heads != 0 {
-            return Err(bad("num_key_value_heads", &kv_heads.into(), &format!("it must divide num_attention_heads = {heads}")));
+            return Err(bad(
+                "num_key_value_heads",
+                &kv_heads.into(),
+                &format!("it must divide num_attention_heads = {heads}"),
+            ));
         }
         let head_dim = match keys.count("head_dim")?.or(defaults.head_dim) {
             Some(dim) => dim,
             None if hidden % heads == 0 => hidden / heads,
-            None => return Err(bad("hidden_size", &hidden.into(), &format!("it is no multiple of num_attention_heads = {heads}"))),
+            None => {
+                return Err(bad(
+                    "hidden_size",
+                    &hidden.into(),
+                    &format!("it is no multiple of num_attention_heads = {heads}"),
+                ));
+            }
         };
         let layer_count = keys.need("num_hidden_layers")?;
         let max_positions = keys.count("max_position_embeddings")?.unwrap_or(2048);
-        let activation = match keys.get("hidden_activation").or(keys.get("hidden_act")).map_or(Some(defaults.activation), Value::as_str) {
+        let activation = match keys
+            .get("hidden_activation")
+            .or(keys.get("hidden_act"))
+            .map_or(Some(defaults.activation), Value::as_str)
+        {
             Some("silu" | "swish") => Activation::Silu,
             Some("gelu_pytorch_tanh" | "gelu_new") => Activation::GeluTanh,
             other => return Err(bad("hidden_act", &other.into(), "known are silu and gelu_pytorch_tanh")),
         };
-        let scalar = keys.number("query_pre_attn_scalar")?.unwrap_or(if family.sandwich_norms { 256.0 } else { head_dim as f64 });
+        let scalar = keys.number("query_pre_attn_scalar")?.unwrap_or(if family.sandwich_norms {
+            256.0
+        } else {
+            head_dim as f64
+        });
         let attention_bias = keys.flag("attention_bias", false)?;
         let (layers, ropes) = layer_kinds(&keys, family, layer_count, head_dim, max_positions)?;
         let tied = match nested {
@@ -160,7 +185,13 @@ impl ModelConfig {
     }
 }
 
-fn layer_kinds(keys: &Keys, family: &Family, count: usize, head_dim: usize, max_positions: usize) -> Result<(Vec<LayerKind>, Vec<Rope>), ConfigError> {
+fn layer_kinds(
+    keys: &Keys,
+    family: &Family,
+    count: usize,
+    head_dim: usize,
+    max_positions: usize,
+) -> Result<(Vec<LayerKind>, Vec<Rope>), ConfigError> {
     let window = keys.count("sliding_window")?;
     let types = match keys.get("layer_types") {
         Some(types) => Some(read_types(types, count)?),
@@ -185,7 +216,10 @@ fn layer_kinds(keys: &Keys, family: &Family, count: usize, head_dim: usize, max_
     };
     let local = matches!(family.sliding, Sliding::Pattern(_));
     let ropes = rope::parse(keys.0, family, local, head_dim, max_positions)?;
-    let layers = window_of.into_iter().map(|window| LayerKind { window, rope: usize::from(local && window.is_some()) }).collect();
+    let layers = window_of
+        .into_iter()
+        .map(|window| LayerKind { window, rope: usize::from(local && window.is_some()) })
+        .collect();
     Ok((layers, ropes))
 }
 

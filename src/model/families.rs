@@ -135,14 +135,21 @@ pub const FAMILIES: &[Family] = &[
     },
     GEMMA3,
     // The multimodal wrapper: its language model sits under `text_config`; other tensors are copied.
-    Family { model_type: "gemma3", architectures: &["Gemma3ForConditionalGeneration"], label: "Gemma 3 (text part)", ..GEMMA3 },
+    Family {
+        model_type: "gemma3",
+        architectures: &["Gemma3ForConditionalGeneration"],
+        label: "Gemma 3 (text part)",
+        ..GEMMA3
+    },
 ];
 
 /// The family of a `config.json`.
 pub fn find(model_type: &str, architecture: Option<&str>) -> Result<&'static Family, ConfigError> {
     let by_type = FAMILIES.iter().find(|f| f.model_type == model_type);
     match (by_type, architecture) {
-        (Some(family), Some(name)) if !family.architectures.contains(&name) => Err(unknown(&format!("{model_type} ({name})"))),
+        (Some(family), Some(name)) if !family.architectures.contains(&name) => {
+            Err(unknown(&format!("{model_type} ({name})")))
+        }
         (Some(family), _) => Ok(family),
         (None, Some(name)) if model_type.is_empty() => {
             FAMILIES.iter().find(|f| f.architectures.contains(&name)).ok_or_else(|| unknown(name))

@@ -53,13 +53,19 @@ impl Model {
         let tensors = source.checkpoint().tensors();
         let has_prefix = |p: &str| tensors.range(p.to_string()..).next().is_some_and(|(name, _)| name.starts_with(p));
         let config = ModelConfig::parse(source.checkpoint().config(), has_prefix)?;
-        let embedding = backend.load(source::dense(source.checkpoint(), &format!("{}embed_tokens", config.prefix), config.vocab, config.hidden)?)?;
+        let embedding = backend.load(source::dense(
+            source.checkpoint(),
+            &format!("{}embed_tokens", config.prefix),
+            config.vocab,
+            config.hidden,
+        )?)?;
         let head = match config.tied {
             true => embedding.clone(),
             false => backend.load(source.linear(head_path(config.prefix), config.vocab, config.hidden)?)?,
         };
         let final_norm = block::norm(&config, &*source, &*backend, &format!("{}norm", config.prefix), config.hidden)?;
-        let blocks = (0..config.layers.len()).map(|i| block::load(&config, &*source, &*backend, i)).collect::<Result<_, _>>()?;
+        let blocks =
+            (0..config.layers.len()).map(|i| block::load(&config, &*source, &*backend, i)).collect::<Result<_, _>>()?;
         let ropes = Mutex::new(vec![Arc::default(); config.ropes.len()]);
         Ok(Self { config, blocks, backend, source, embedding, final_norm, head, ropes })
     }
@@ -112,7 +118,8 @@ impl Model {
     /// The first block that makes something that is no number out of `tokens`, for error messages.
     pub fn first_non_finite(&self, tokens: &[u32]) -> Result<Option<String>, ModelError> {
         let mut chunks = [self.embed(&[tokens], vec![Span { rows: tokens.len(), start: 0 }])?];
-        let finite = |chunk: &Chunk| Ok::<_, ModelError>(self.backend.download(&chunk.hidden)?.iter().all(|x| x.is_finite()));
+        let finite =
+            |chunk: &Chunk| Ok::<_, ModelError>(self.backend.download(&chunk.hidden)?.iter().all(|x| x.is_finite()));
         if !finite(&chunks[0])? {
             return Ok(Some(format!("{}embed_tokens", self.config.prefix)));
         }

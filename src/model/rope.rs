@@ -31,14 +31,25 @@ impl Rope {
 }
 
 /// The ropes of a model: one, or with `local` two (full layers, sliding layers).
-pub fn parse(config: &Value, family: &Family, local: bool, head_dim: usize, max_positions: usize) -> Result<Vec<Rope>, ConfigError> {
+pub fn parse(
+    config: &Value,
+    family: &Family,
+    local: bool,
+    head_dim: usize,
+    max_positions: usize,
+) -> Result<Vec<Rope>, ConfigError> {
     let object = |key: &str| config.get(key).filter(|v| v.is_object());
     let number = |key: &str| config.get(key).and_then(Value::as_f64);
     let theta = number("rope_theta").unwrap_or(family.defaults.rope_theta);
     // Configs written before transformers 5 say `rope_scaling`, later ones `rope_parameters`.
     let parameters = object("rope_scaling").or(object("rope_parameters"));
     let nested = parameters.filter(|p| p.get("full_attention").is_some() || p.get("sliding_attention").is_some());
-    let shape = Shape { head_dim, max_positions, partial: number("partial_rotary_factor"), original: number("original_max_position_embeddings") };
+    let shape = Shape {
+        head_dim,
+        max_positions,
+        partial: number("partial_rotary_factor"),
+        original: number("original_max_position_embeddings"),
+    };
     let full = match nested {
         Some(both) => both.get("full_attention"),
         None => parameters,
@@ -72,7 +83,8 @@ fn one(parameters: Option<&Value>, theta: f64, shape: &Shape) -> Result<Rope, Co
     let partial = shape.partial.or_else(|| number("partial_rotary_factor")).unwrap_or(1.0);
     let dim = (shape.head_dim as f64 * partial) as usize / 2 * 2;
     let base: Vec<f64> = (0..dim / 2).map(|i| theta.powf(-2.0 * i as f64 / dim as f64)).collect();
-    let original = shape.original.or_else(|| number("original_max_position_embeddings")).unwrap_or(shape.max_positions as f64);
+    let original =
+        shape.original.or_else(|| number("original_max_position_embeddings")).unwrap_or(shape.max_positions as f64);
     let kind = match get("rope_type").or(get("type")) {
         None => "default",
         Some(kind) => kind.as_str().ok_or_else(|| bad("rope_type", "a name is needed"))?,
@@ -105,13 +117,22 @@ fn llama3(inv: f64, factor: f64, low: f64, high: f64, original: f64) -> f64 {
     }
 }
 
-fn yarn(base: &[f64], dim: usize, theta: f64, original: f64, factor: f64, number: &dyn Fn(&str) -> Option<f64>, truncate: Option<bool>) -> (Vec<f64>, f64) {
+fn yarn(
+    base: &[f64],
+    dim: usize,
+    theta: f64,
+    original: f64,
+    factor: f64,
+    number: &dyn Fn(&str) -> Option<f64>,
+    truncate: Option<bool>,
+) -> (Vec<f64>, f64) {
     let scale = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
     let nonzero = |key: &str| number(key).filter(|n| *n != 0.0);
-    let attention = number("attention_factor").unwrap_or_else(|| match (nonzero("mscale"), nonzero("mscale_all_dim")) {
-        (Some(one), Some(all)) => scale(one) / scale(all),
-        _ => scale(1.0),
-    });
+    let attention =
+        number("attention_factor").unwrap_or_else(|| match (nonzero("mscale"), nonzero("mscale_all_dim")) {
+            (Some(one), Some(all)) => scale(one) / scale(all),
+            _ => scale(1.0),
+        });
     // The pair of channels that turns `r` times over the original context.
     let pair = |r: f64| dim as f64 * (original / (r * 2.0 * PI)).ln() / (2.0 * theta.ln());
     let (mut low, mut high) = (pair(number("beta_fast").unwrap_or(32.0)), pair(number("beta_slow").unwrap_or(1.0)));

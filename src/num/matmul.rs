@@ -54,10 +54,25 @@ unsafe fn raw(out: *mut f32, stride: usize, keep: bool, scale: f32, a: View, b: 
     // SAFETY: by this function's contract for `out`; `View::new` checked the operands.
     unsafe {
         gemm::gemm(
-            a.rows, b.cols, a.cols, out, 1, stride as isize, keep,
-            a.data.as_ptr(), a.col as isize, a.row as isize,
-            b.data.as_ptr(), b.col as isize, b.row as isize,
-            1.0, scale, false, false, false, Parallelism::None,
+            a.rows,
+            b.cols,
+            a.cols,
+            out,
+            1,
+            stride as isize,
+            keep,
+            a.data.as_ptr(),
+            a.col as isize,
+            a.row as isize,
+            b.data.as_ptr(),
+            b.col as isize,
+            b.row as isize,
+            1.0,
+            scale,
+            false,
+            false,
+            false,
+            Parallelism::None,
         );
     }
 }
@@ -68,7 +83,14 @@ unsafe impl Sync for Shared {}
 
 /// `out[t, n] = sum_k x[t, k] w[n, k]` for `t` rows of `x`; `panel(rows, buffer)` supplies rows of w, so
 /// that a stored weight is never widened as a whole.
-pub fn linear(x: &[f32], t: usize, k: usize, n: usize, panel: &(dyn Fn(Range<usize>, &mut [f32]) + Sync), out: &mut [f32]) {
+pub fn linear(
+    x: &[f32],
+    t: usize,
+    k: usize,
+    n: usize,
+    panel: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
+    out: &mut [f32],
+) {
     assert!(x.len() == t * k && out.len() == t * n);
     let tile = if t < CHUNK { TILE / 2 } else { TILE };
     let (down, across) = (t.div_ceil(CHUNK), n.div_ceil(tile));

@@ -59,8 +59,14 @@ mod tests {
         let diag = [1.0, 5.0, 2.0, 2.0, 9.0];
         let by = |order, fixed| sequence(order, fixed, &diag, GroupSize::new(2).unwrap_or(GroupSize::CHANNEL));
         assert_eq!(by(Order::Natural, false).columns, [0, 1, 2, 3, 4]);
-        assert_eq!(by(Order::GroupAware, false), Sequence { columns: vec![4, 1, 0, 2, 3], groups: vec![2, 0, 0, 1, 1] });
-        assert_eq!(by(Order::Activation, false), Sequence { columns: vec![4, 1, 2, 3, 0], groups: vec![0, 0, 1, 1, 2] });
+        assert_eq!(
+            by(Order::GroupAware, false),
+            Sequence { columns: vec![4, 1, 0, 2, 3], groups: vec![2, 0, 0, 1, 1] }
+        );
+        assert_eq!(
+            by(Order::Activation, false),
+            Sequence { columns: vec![4, 1, 2, 3, 0], groups: vec![0, 0, 1, 1, 2] }
+        );
         assert_eq!(by(Order::Activation, true).groups, [2, 0, 1, 1, 0]);
     }
 }

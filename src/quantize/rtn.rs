@@ -8,7 +8,14 @@ use crate::backend::Gram;
 use crate::scheme::Scheme;
 
 /// Quantizes `weight` (`rows` x `cols`, row-major). `gram` serves the Hessian grid, and dead channels.
-pub fn rtn(weight: &[f32], rows: usize, cols: usize, gram: Option<&Gram>, scheme: Scheme, grid: Grid) -> (Quantized, Report) {
+pub fn rtn(
+    weight: &[f32],
+    rows: usize,
+    cols: usize,
+    gram: Option<&Gram>,
+    scheme: Scheme,
+    grid: Grid,
+) -> (Quantized, Report) {
     let diag: Vec<f64> = match gram {
         Some(gram) => (0..cols).map(|i| gram.lower[i * cols + i] * 2.0 / gram.tokens.max(1) as f64).collect(),
         None => vec![1.0; cols],

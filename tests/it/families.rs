@@ -45,7 +45,12 @@ fn cached_decoding_equals_recomputation(model: &Model, tokens: &[u32], name: &st
     for (i, step) in std::iter::once(&tokens[..prefill]).chain(tokens[prefill..].chunks(1)).enumerate() {
         let chunk = model.embed(&[step], vec![Span { rows: step.len(), start: at }]).unwrap();
         let hidden = model.forward(chunk, Some(&mut caches)).unwrap().hidden;
-        close(&model.logits(&hidden).unwrap(), &whole[at * vocab..(at + step.len()) * vocab], 2e-4, &format!("{name}, step {i}"));
+        close(
+            &model.logits(&hidden).unwrap(),
+            &whole[at * vocab..(at + step.len()) * vocab],
+            2e-4,
+            &format!("{name}, step {i}"),
+        );
         at += step.len();
     }
 }

@@ -46,8 +46,9 @@ impl Problem {
         let alive = |k: usize| self.gram.lower[k * n + k] != 0.0;
         (0..self.rows)
             .map(|r| {
-                let d: Vec<f64> =
-                    (0..n).map(|k| if alive(k) { (self.weight[r * n + k] - q.value(r, k)) as f64 } else { 0.0 }).collect();
+                let d: Vec<f64> = (0..n)
+                    .map(|k| if alive(k) { (self.weight[r * n + k] - q.value(r, k)) as f64 } else { 0.0 })
+                    .collect();
                 (0..n).map(|i| (0..n).map(|j| d[i] * self.gram.lower[i * n + j] * d[j]).sum::<f64>()).sum::<f64>()
             })
             .sum()
@@ -90,7 +91,11 @@ fn codes_scales_and_order_equal_the_definition() {
         let codes = problem.bytes(&format!("{name}.codes"));
         let equal = codes.iter().zip(&q.codes).filter(|(a, b)| a == b).count();
         assert!(equal as f64 >= 0.999 * codes.len() as f64, "{name}: {equal} of {} codes equal", codes.len());
-        let scales: Vec<f16> = problem.bytes(&format!("{name}.scales")).chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]])).collect();
+        let scales: Vec<f16> = problem
+            .bytes(&format!("{name}.scales"))
+            .chunks_exact(2)
+            .map(|b| f16::from_le_bytes([b[0], b[1]]))
+            .collect();
         let same = scales.iter().zip(&q.scales).filter(|(a, b)| a == b).count();
         // Dynamic grids come from weights mended in f32 here, in f64 there: a last bit of f16 may differ.
         assert!(same as f64 >= 0.99 * scales.len() as f64, "{name}: {same} of {} scales equal", scales.len());
@@ -98,7 +103,11 @@ fn codes_scales_and_order_equal_the_definition() {
             assert!((a.to_f32() - b.to_f32()).abs() <= 1e-3 * a.to_f32().abs(), "{name}: scale {a} against {b}");
         }
         assert_eq!(problem.bytes(&format!("{name}.zeros")), q.zeros, "{name}: zeros");
-        let g_idx: Vec<u32> = problem.bytes(&format!("{name}.g_idx")).chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
+        let g_idx: Vec<u32> = problem
+            .bytes(&format!("{name}.g_idx"))
+            .chunks_exact(4)
+            .map(|b| u32::from_le_bytes(b.try_into().unwrap()))
+            .collect();
         assert_eq!(g_idx, q.g_idx, "{name}: g_idx");
         let (found, wanted) = (problem.output_error(&q), setting["output_error"].as_f64().unwrap());
         assert!((found / wanted - 1.0).abs() < 1e-3, "{name}: output error {found}, wanted {wanted}");
@@ -115,7 +124,8 @@ fn searched_grids_and_sweeps_only_help() {
         // With 8 bits there is nothing left to search.
         assert!(errors[1] < errors[0] * if plain.scheme.bits == 8 { 1.02 } else { 1.0 }, "{name}: {errors:?}");
         assert!(errors[2] < errors[1], "{name}: {errors:?}");
-        let control = rtn(&problem.weight, problem.rows, problem.cols, Some(&problem.gram), plain.scheme, Grid::Hessian).0;
+        let control =
+            rtn(&problem.weight, problem.rows, problem.cols, Some(&problem.gram), plain.scheme, Grid::Hessian).0;
         assert!(errors[2] < problem.output_error(&control), "{name}: worse than rounding to nearest");
     }
 }
@@ -123,7 +133,11 @@ fn searched_grids_and_sweeps_only_help() {
 #[test]
 fn a_rank_deficient_hessian_is_damped_or_refused() {
     let n = 8;
-    let gram = |value: fn(usize, usize) -> f64| Gram { n, lower: (0..n * n).map(|x| value(x / n, x % n)).collect(), tokens: 2 };
+    let gram = |value: fn(usize, usize) -> f64| Gram {
+        n,
+        lower: (0..n * n).map(|x| value(x / n, x % n)).collect(),
+        tokens: 2,
+    };
     let setting = GptqOptions {
         scheme: Scheme { bits: 4, group_size: GroupSize::CHANNEL, sym: true },
         order: Order::Natural,

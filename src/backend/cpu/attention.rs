@@ -22,7 +22,14 @@ struct Task<'a> {
     rows: usize,
 }
 
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, spans: &[Span], shape: &AttentionShape, mut caches: Option<&mut [KvCache]>) -> Tensor {
+pub fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    spans: &[Span],
+    shape: &AttentionShape,
+    mut caches: Option<&mut [KvCache]>,
+) -> Tensor {
     let (width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
     if let Some(caches) = caches.as_deref_mut() {
         let mut row = 0;

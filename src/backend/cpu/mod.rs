@@ -62,7 +62,14 @@ impl Backend for Cpu {
         Ok(out)
     }
 
-    fn rope(&self, x: &mut Tensor, spans: &[Span], head_dim: usize, norm: Option<(&Tensor, f32)>, table: &RopeTable) -> Done<()> {
+    fn rope(
+        &self,
+        x: &mut Tensor,
+        spans: &[Span],
+        head_dim: usize,
+        norm: Option<(&Tensor, f32)>,
+        table: &RopeTable,
+    ) -> Done<()> {
         if let Some((weight, eps)) = norm {
             elementwise::rms_norm(x.as_host_mut(), weight.as_host(), eps);
         }
@@ -70,7 +77,15 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn attention(&self, q: &Tensor, k: &Tensor, v: &Tensor, spans: &[Span], shape: &AttentionShape, caches: Option<&mut [KvCache]>) -> Done<Tensor> {
+    fn attention(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        spans: &[Span],
+        shape: &AttentionShape,
+        caches: Option<&mut [KvCache]>,
+    ) -> Done<Tensor> {
         Ok(attention::attention(q, k, v, spans, shape, caches))
     }
 

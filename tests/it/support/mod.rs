@@ -16,6 +16,12 @@ pub fn fixture(name: &str) -> PathBuf {
 pub fn golden_logits(path: &Path) -> (Vec<u32>, Vec<f32>) {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    let tokens = file.tensor("tokens").unwrap().data().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
+    let tokens = file
+        .tensor("tokens")
+        .unwrap()
+        .data()
+        .chunks_exact(4)
+        .map(|b| u32::from_le_bytes(b.try_into().unwrap()))
+        .collect();
     (tokens, widened(Dtype::F32, file.tensor("logits").unwrap().data()))
 }

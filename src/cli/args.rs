@@ -1,0 +1,346 @@
+//! The command line, one definition for parsing, help and documentation.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::evaluate::windows::Convention;
+use crate::model::tokenizer::BosMode;
+use crate::quantize::grid::Grid;
+use crate::quantize::order::Order;
+
+/// Offline quantization and model conversion: an FP16 checkpoint in, a verified artifact out.
+#[derive(Debug, Parser)]
+#[command(name = "quantkit", version, propagate_version = true)]
+#[command(
+    after_help = "Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 internal or device, 130 interrupted."
+)]
+pub struct Cli {
+    #[command(flatten)]
+    pub global: Global,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct Global {
+    /// Threads to work with [default: all cores]. The output does not depend on it
+    #[arg(long, global = true, env = "QUANTKIT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
+    /// Say nothing but results, warnings and errors
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Quantize with GPTQ: calibrated rounding with error compensation
+    Gptq(GptqArgs),
+    /// Quantize by rounding to nearest: the control method
+    Rtn(RtnArgs),
+    /// Measure a model or an artifact
+    #[command(subcommand)]
+    Eval(EvalCommand),
+    /// Let a model or an artifact write text
+    Generate(GenerateArgs),
+    /// Show what is known: model families, consumers, formats
+    List(ListArgs),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum EvalCommand {
+    /// Perplexity on a text
+    Ppl(PplArgs),
+}
+
+/// A model: a folder, a hub id, or nothing for the built-in demo checkpoint.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// Model folder or hub id `org/name` [default: the built-in demo checkpoint]
+    pub model: Option<String>,
+    /// Branch, tag or commit of a hub model
+    #[arg(long, default_value = "main")]
+    pub revision: String,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct SchemeArgs {
+    /// Bits per weight: 2, 3, 4 or 8
+    #[arg(long, default_value_t = 4, value_parser = parse_bits)]
+    pub bits: u8,
+    /// Input channels that share a scale; -1 for one scale per output channel
+    #[arg(long, default_value_t = 128, allow_negative_numbers = true, value_parser = parse_group_size)]
+    pub group_size: i32,
+    /// Zero points per group instead of a grid symmetric around zero
+    #[arg(long)]
+    pub asym: bool,
+    /// Override for modules whose path matches: `REGEX=bits:8,group_size:32,sym:false`; the first match wins
+    #[arg(long = "rule", value_name = "REGEX=...")]
+    pub rules: Vec<String>,
+    /// Leave modules whose path matches in floating point
+    #[arg(long = "skip", value_name = "REGEX")]
+    pub skips: Vec<String>,
+    /// What to do where the group size does not divide a module's input
+    #[arg(long, value_enum, default_value_t = OnMisfit::Refuse)]
+    pub on_misfit: OnMisfit,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnMisfit {
+    /// Stop before any work, and say which sizes would do
+    Refuse,
+    /// Leave the module in floating point
+    Skip,
+    /// Take the largest smaller group size that divides
+    SmallerGroup,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct CalibrationArgs {
+    /// Calibration text: .txt, or .jsonl with `text` or chat `messages` [default: built-in]
+    #[arg(long, value_name = "FILE")]
+    pub calib: Option<PathBuf>,
+    /// Calibration windows [default: 128, or what the text gives]
+    #[arg(long)]
+    pub nsamples: Option<usize>,
+    /// Tokens per window [default: 512, or the model's context if that is shorter]
+    #[arg(long)]
+    pub seqlen: Option<usize>,
+    /// Which windows are taken
+    #[arg(long, value_enum, default_value_t = SamplingArg::InOrder)]
+    pub sampling: SamplingArg,
+    /// Seed of random sampling
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SamplingArg {
+    /// Consecutive windows from the start of the text
+    InOrder,
+    /// Windows at seeded random places
+    Random,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct OutputArgs {
+    /// Folder to write [default: named after model, method and bits, in the current folder]
+    #[arg(long, short, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Replace an artifact of quantkit that stands there already
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Continue an interrupted run with the same options
+    #[arg(long)]
+    pub resume: bool,
+    /// Zero-point convention of the file [default: gptq, or gptq_v2 when asymmetric]
+    #[arg(long, value_parser = ["gptq", "gptq_v2"])]
+    pub checkpoint_format: Option<String>,
+    /// Largest size of one weight file, in MB
+    #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub max_shard_size: u64,
+    /// Refuse what this consumer does not load, e.g. vllm-0.33; see `quantkit list`
+    #[arg(long = "for", value_name = "CONSUMER")]
+    pub consumers: Vec<String>,
+    /// Do not measure perplexity before and after
+    #[arg(long)]
+    pub no_eval: bool,
+    /// Text for the perplexities [default: built-in held-out text]
+    #[arg(long, value_name = "FILE")]
+    pub eval_text: Option<PathBuf>,
+    /// Windows of 512 tokens for the perplexities
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    pub eval_windows: u32,
+    /// BOS in calibration and evaluation
+    #[arg(long, default_value = "auto", value_parser = parse_bos)]
+    pub bos: BosMode,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct GptqArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub scheme: SchemeArgs,
+    /// How scales are chosen
+    #[arg(long, value_enum, default_value_t = GridArg::Hessian)]
+    pub grid: GridArg,
+    /// Order in which columns are rounded
+    #[arg(long, value_enum, default_value_t = OrderArg::GroupAware)]
+    pub order: OrderArg,
+    /// Activation order (descending Hessian diagonal); same as --order activation
+    #[arg(long, conflicts_with = "order")]
+    pub desc_act: bool,
+    /// Grids from the original weights, groups of stored columns
+    #[arg(long)]
+    pub static_groups: bool,
+    /// Share of the mean Hessian diagonal added to the diagonal
+    #[arg(long, default_value_t = 0.05, value_parser = parse_share)]
+    pub damp_percent: f64,
+    /// Growth of the damping when the Hessian cannot be factored
+    #[arg(long, default_value_t = 0.01, value_parser = parse_share)]
+    pub damp_auto_increment: f64,
+    /// Sweeps of coordinate descent over codes and scales after the single pass
+    #[arg(long, default_value_t = 1)]
+    pub sweeps: usize,
+    /// Calibrate all linears of a block on the unquantized block
+    #[arg(long)]
+    pub no_true_sequential: bool,
+    #[command(flatten)]
+    pub calibration: CalibrationArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct RtnArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub scheme: SchemeArgs,
+    /// How scales are chosen; `hessian` calibrates, the others need no data
+    #[arg(long, value_enum, default_value_t = GridArg::Mse)]
+    pub grid: GridArg,
+    #[command(flatten)]
+    pub calibration: CalibrationArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum GridArg {
+    /// The largest weight of a group decides
+    MaxAbs,
+    /// Least squared error of the weights
+    Mse,
+    /// Least squared error of the output, as calibration saw the inputs
+    Hessian,
+}
+
+impl From<GridArg> for Grid {
+    fn from(arg: GridArg) -> Self {
+        match arg {
+            GridArg::MaxAbs => Grid::MaxAbs,
+            GridArg::Mse => Grid::Mse,
+            GridArg::Hessian => Grid::Hessian,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OrderArg {
+    /// As stored
+    Natural,
+    /// By importance inside groups and by groups: every consumer loads the result
+    GroupAware,
+    /// By importance over the whole row (desc_act)
+    Activation,
+}
+
+impl From<OrderArg> for Order {
+    fn from(arg: OrderArg) -> Self {
+        match arg {
+            OrderArg::Natural => Order::Natural,
+            OrderArg::GroupAware => Order::GroupAware,
+            OrderArg::Activation => Order::Activation,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub struct PplArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Text to score [default: built-in held-out text]
+    #[arg(long, value_name = "FILE")]
+    pub text: Option<PathBuf>,
+    /// Whose convention: gptq, llamacpp, lmeval
+    #[arg(long, default_value = "gptq", value_parser = parse_convention)]
+    pub convention: Convention,
+    /// Tokens per window [default: 2048, llamacpp 512; or the model's context if that is shorter]
+    #[arg(long)]
+    pub window: Option<usize>,
+    /// Score only the first windows
+    #[arg(long)]
+    pub max_windows: Option<usize>,
+    /// BOS: auto, none, window (each window starts with one), once (at the start of the text)
+    #[arg(long, default_value = "auto", value_parser = parse_bos)]
+    pub bos: BosMode,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// What to continue, or with --chat what to answer; `-` reads stdin
+    #[arg(long, short)]
+    pub prompt: String,
+    /// Put the prompt through the model's chat template
+    #[arg(long)]
+    pub chat: bool,
+    /// System message for --chat
+    #[arg(long, requires = "chat")]
+    pub system: Option<String>,
+    /// Tokens to write at most
+    #[arg(long, default_value_t = 128)]
+    pub max_tokens: usize,
+    /// 0 takes the likeliest token every time
+    #[arg(long, default_value_t = 0.0)]
+    pub temperature: f64,
+    /// Sample from the likeliest tokens that together reach this probability
+    #[arg(long, default_value_t = 1.0)]
+    pub top_p: f64,
+    /// Sample from this many likeliest tokens; 0 for all
+    #[arg(long, default_value_t = 0)]
+    pub top_k: usize,
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Do not stop at end-of-sequence tokens
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ListArgs {
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn parse_bits(text: &str) -> Result<u8, String> {
+    match text.parse() {
+        Ok(bits @ (2 | 3 | 4 | 8)) => Ok(bits),
+        _ => Err("bits are 2, 3, 4 or 8".into()),
+    }
+}
+
+fn parse_group_size(text: &str) -> Result<i32, String> {
+    match text.parse() {
+        Ok(size) if size == -1 || size > 0 => Ok(size),
+        _ => Err("a group size is -1 (one group per output channel) or positive".into()),
+    }
+}
+
+fn parse_share(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(share) if (0.0..1.0).contains(&share) => Ok(share),
+        _ => Err("a number from 0 up to, but not including, 1 is needed".into()),
+    }
+}
+
+fn parse_bos(text: &str) -> Result<BosMode, String> {
+    text.parse().map_err(|_| "known are auto, none, window, once".into())
+}
+
+fn parse_convention(text: &str) -> Result<Convention, String> {
+    text.parse().map_err(|_| "known are gptq, llamacpp, lmeval".into())
+}

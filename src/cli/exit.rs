@@ -1,0 +1,58 @@
+//! Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 internal or device, 130 interrupted.
+
+use std::fmt;
+use std::process::ExitCode;
+
+use crate::backend::DeviceError;
+use crate::cli::interrupt::Interrupted;
+use crate::model::ModelError;
+
+/// The work was done, and what it made did not pass.
+#[derive(Debug)]
+pub struct CheckFailed(pub String);
+
+impl fmt::Display for CheckFailed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for CheckFailed {}
+
+/// The exit code of an error, from whatever in its chain decides it.
+pub fn code(error: &anyhow::Error) -> u8 {
+    let decided = error.chain().find_map(|cause| {
+        if cause.is::<Interrupted>() {
+            Some(130)
+        } else if cause.is::<CheckFailed>() || matches!(cause.downcast_ref(), Some(ModelError::NonFinite { .. })) {
+            Some(1)
+        } else if cause.is::<DeviceError>() || matches!(cause.downcast_ref(), Some(ModelError::Device(_))) {
+            Some(3)
+        } else {
+            None
+        }
+    });
+    decided.unwrap_or(2)
+}
+
+/// Reports an error on stderr, the whole chain in one line.
+#[allow(clippy::print_stderr)]
+pub fn report(error: &anyhow::Error) -> ExitCode {
+    let code = code(error);
+    // A closed pipe is how a reader says that it has seen enough.
+    if error
+        .chain()
+        .any(|e| e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe))
+    {
+        return ExitCode::SUCCESS;
+    }
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        // Transparent wrappers say what their cause says.
+        if !text.ends_with(&cause) {
+            text = if text.is_empty() { cause } else { format!("{text}: {cause}") };
+        }
+    }
+    eprintln!("{}: {text}", if code == 130 { "stopped" } else { "error" });
+    ExitCode::from(code)
+}

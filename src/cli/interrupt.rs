@@ -1,0 +1,29 @@
+//! Ctrl-C: a flag that long work looks at between steps.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use thiserror::Error;
+
+static ASKED: AtomicBool = AtomicBool::new(false);
+
+/// The user asked to stop.
+#[derive(Debug, Error)]
+#[error("interrupted")]
+pub struct Interrupted;
+
+/// Starts listening to SIGINT and SIGTERM. The second one ends the process at once.
+#[allow(clippy::exit)]
+pub fn listen() {
+    let handler = || {
+        if ASKED.swap(true, Ordering::SeqCst) {
+            std::process::exit(130);
+        }
+    };
+    // Without a handler Ctrl-C still ends the process; it is only less tidy.
+    let _ = ctrlc::set_handler(handler);
+}
+
+/// An error once the user has asked to stop.
+pub fn check() -> Result<(), Interrupted> {
+    if ASKED.load(Ordering::SeqCst) { Err(Interrupted) } else { Ok(()) }
+}

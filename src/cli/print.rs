@@ -1,0 +1,119 @@
+//! The one printer: results to stdout, everything else to stderr; bars on a terminal, plain lines in CI.
+
+use std::io::{self, IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+
+/// How much a command says.
+#[derive(Clone, Copy, Debug)]
+pub struct Printer {
+    quiet: bool,
+    json: bool,
+}
+
+impl Printer {
+    /// With `json`, stdout carries one object and nothing else.
+    pub fn new(quiet: bool, json: bool) -> Self {
+        Self { quiet, json }
+    }
+
+    /// A line about the work, on stderr.
+    #[allow(clippy::print_stderr)]
+    pub fn note(&self, text: impl AsRef<str>) {
+        if !self.quiet {
+            eprintln!("{}", text.as_ref());
+        }
+    }
+
+    /// A warning, on stderr, quiet or not.
+    #[allow(clippy::print_stderr)]
+    pub fn warn(&self, text: impl AsRef<str>) {
+        eprintln!("warning: {}", text.as_ref());
+    }
+
+    /// The result for people, on stdout; nothing when JSON is asked for.
+    pub fn text(&self, text: impl AsRef<str>) -> io::Result<()> {
+        if self.json { Ok(()) } else { writeln!(io::stdout().lock(), "{}", text.as_ref()) }
+    }
+
+    /// The result for programs, on stdout; nothing unless JSON is asked for.
+    pub fn object(&self, value: &impl Serialize) -> io::Result<()> {
+        if !self.json {
+            return Ok(());
+        }
+        let mut out = io::stdout().lock();
+        serde_json::to_writer_pretty(&mut out, value)?;
+        writeln!(out)
+    }
+
+    /// Progress over `total` steps of `what`.
+    pub fn steps(&self, what: &str, total: u64) -> Steps {
+        let terminal = io::stderr().is_terminal() && !self.quiet;
+        let bar = terminal.then(|| {
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+            // The template is a constant; if it did not parse, the default bar would serve as well.
+            if let Ok(style) = ProgressStyle::with_template("{prefix:>12} {bar:32} {pos}/{len} {eta:>5} {msg}") {
+                bar.set_style(style);
+            }
+            bar.set_prefix(what.to_string());
+            bar.enable_steady_tick(Duration::from_millis(250));
+            bar
+        });
+        Steps { printer: *self, what: what.into(), total, done: 0, began: Instant::now(), bar }
+    }
+}
+
+/// Progress of one phase.
+pub struct Steps {
+    printer: Printer,
+    what: String,
+    total: u64,
+    done: u64,
+    began: Instant,
+    bar: Option<ProgressBar>,
+}
+
+impl Steps {
+    /// One step is done; `message` says what came of it. A line each in CI.
+    pub fn step(&mut self, message: &str) {
+        self.done += 1;
+        match &self.bar {
+            Some(bar) => {
+                bar.set_message(message.to_string());
+                bar.inc(1);
+            }
+            None => {
+                let seconds = self.began.elapsed().as_secs_f64();
+                self.printer.note(format!("{} {}/{} {message} ({seconds:.1} s)", self.what, self.done, self.total));
+            }
+        }
+    }
+
+    /// `done` of `total` are done, without a line of their own in CI.
+    pub fn set(&mut self, done: u64, total: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_length(total);
+            bar.set_position(done);
+        }
+    }
+}
+
+impl Drop for Steps {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Bytes in the unit that reads best.
+pub fn bytes(n: u64) -> String {
+    let n = n as f64;
+    match n {
+        n if n >= 1e9 => format!("{:.2} GB", n / 1e9),
+        n if n >= 1e6 => format!("{:.1} MB", n / 1e6),
+        n => format!("{:.1} kB", n / 1e3),
+    }
+}

@@ -1,0 +1,40 @@
+//! `quantkit eval ppl`
+
+use anyhow::Result;
+
+use super::open::{Measurement, corpus, locate, open, perplexity};
+use crate::calibrate::corpus::Corpus;
+use crate::cli::args::PplArgs;
+use crate::cli::print::Printer;
+
+pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
+    let located = locate(&args.model, printer)?;
+    let runnable = open(&located.dir, printer)?;
+    let corpus = corpus(args.text.as_deref(), Corpus::heldout, runnable.model.checkpoint())?;
+    let how = Measurement {
+        corpus: &corpus,
+        convention: args.convention,
+        window: args.window,
+        max_windows: args.max_windows,
+        bos: args.bos,
+    };
+    let result = perplexity(&runnable, &how, "perplexity", printer)?.result;
+    printer.object(&result)?;
+    printer.text(format!(
+        "perplexity {:.4} ± {:.4}  ({} tokens in {} windows of {}, convention {}, BOS {}, {:.0} tokens/s on {})",
+        result.perplexity,
+        result.stderr,
+        result.tokens,
+        result.windows,
+        result.window,
+        result.convention,
+        result.bos,
+        result.tokens_per_second,
+        result.device
+    ))?;
+    if let (Some(word), Some(byte), Some(bits)) = (result.word_perplexity, result.byte_perplexity, result.bits_per_byte)
+    {
+        printer.text(format!("word perplexity {word:.4}, byte perplexity {byte:.4}, bits per byte {bits:.4}"))?;
+    }
+    Ok(())
+}

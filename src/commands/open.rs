@@ -1,0 +1,146 @@
+//! From what the user named to an open model: a folder, a hub id, or the built-in demo checkpoint.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use tempfile::TempDir;
+
+use crate::backend::cpu::Cpu;
+use crate::calibrate::corpus::Corpus;
+use crate::checkpoint::Checkpoint;
+use crate::cli::args::ModelArgs;
+use crate::cli::interrupt;
+use crate::cli::print::{Printer, bytes};
+use crate::engine::score;
+use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
+use crate::evaluate::windows::Convention;
+use crate::format;
+use crate::hub::{self, HubEvent, HubOptions};
+use crate::model::Model;
+use crate::model::chat::{ChatTemplate, Message};
+use crate::model::tokenizer::{BosMode, Tokenizer};
+
+/// The files of the demo checkpoint.
+const DEMO: [(&str, &[u8]); 5] = [
+    ("config.json", include_bytes!("../../calib/demo/target/config.json")),
+    ("generation_config.json", include_bytes!("../../calib/demo/target/generation_config.json")),
+    ("model.safetensors", include_bytes!("../../calib/demo/target/model.safetensors")),
+    ("tokenizer.json", include_bytes!("../../calib/demo/target/tokenizer.json")),
+    ("tokenizer_config.json", include_bytes!("../../calib/demo/target/tokenizer_config.json")),
+];
+
+/// A model folder that has been found.
+pub struct Located {
+    pub dir: PathBuf,
+    /// What reports and default file names call it.
+    pub name: String,
+    /// Keeps the unpacked demo checkpoint.
+    _unpacked: Option<TempDir>,
+}
+
+/// Finds the model: downloads it, or unpacks the demo, where need be.
+pub fn locate(args: &ModelArgs, printer: Printer) -> Result<Located> {
+    let Some(spec) = &args.model else {
+        printer.note("no model given: using the built-in demo checkpoint (Llama architecture, 3.7 M parameters)");
+        let unpacked =
+            tempfile::Builder::new().prefix("quantkit-demo-").tempdir().context("cannot unpack the demo checkpoint")?;
+        for (name, contents) in DEMO {
+            std::fs::write(unpacked.path().join(name), contents).context("cannot unpack the demo checkpoint")?;
+        }
+        return Ok(Located { dir: unpacked.path().into(), name: "quantkit-demo".into(), _unpacked: Some(unpacked) });
+    };
+    let path = Path::new(spec);
+    if !path.exists() && hub::looks_like_id(spec) {
+        let mut options = HubOptions::from_env()?;
+        options.revision = Some(args.revision.clone());
+        let mut fetched = 0;
+        let dir = hub::fetch(spec, &options, &mut |event| match event {
+            HubEvent::FileStarted { name, bytes: size } => printer.note(format!("fetching {name} ({})", bytes(size))),
+            HubEvent::Bytes(more) => fetched += more,
+            HubEvent::FileDone { .. } => {}
+        })?;
+        if fetched > 0 {
+            printer.note(format!("fetched {} of {spec}", bytes(fetched)));
+        }
+        let name = spec.rsplit('/').next().unwrap_or(spec).to_string();
+        return Ok(Located { dir, name, _unpacked: None });
+    }
+    let name = path.canonicalize().ok().and_then(|p| p.file_name().map(|n| n.to_string_lossy().into_owned()));
+    Ok(Located { dir: path.into(), name: name.unwrap_or_else(|| "model".into()), _unpacked: None })
+}
+
+/// A model ready to run, with its text side.
+pub struct Runnable {
+    pub model: Model,
+    pub tokenizer: Tokenizer,
+    /// The quantization method of an artifact.
+    pub method: Option<&'static str>,
+}
+
+/// Opens a folder whatever form its weights have.
+pub fn open(dir: &Path, printer: Printer) -> Result<Runnable> {
+    let checkpoint = Checkpoint::open(dir)?;
+    let tokenizer = Tokenizer::load(&checkpoint)?;
+    let opened = format::open(checkpoint)?;
+    for warning in &opened.warnings {
+        printer.warn(warning);
+    }
+    let model = Model::open(opened.source, Arc::new(Cpu))
+        .with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
+    Ok(Runnable { model, tokenizer, method: opened.method })
+}
+
+/// A text file, or the built-in one when there is none; chats go through the model's template.
+pub fn corpus(path: Option<&Path>, otherwise: fn() -> Corpus, checkpoint: &Checkpoint) -> Result<Corpus> {
+    let Some(path) = path else { return Ok(otherwise()) };
+    let template = ChatTemplate::load(checkpoint)?;
+    let render = template.as_ref().map(|t| move |messages: &[Message]| t.render(messages, false));
+    Ok(match &render {
+        Some(render) => Corpus::read(path, Some(render))?,
+        None => Corpus::read(path, None)?,
+    })
+}
+
+/// How perplexity is to be measured.
+pub struct Measurement<'a> {
+    pub corpus: &'a Corpus,
+    pub convention: Convention,
+    pub window: Option<usize>,
+    pub max_windows: Option<usize>,
+    pub bos: BosMode,
+}
+
+/// Measures the perplexity of a model.
+pub fn perplexity(runnable: &Runnable, how: &Measurement, what: &str, printer: Printer) -> Result<Measured> {
+    let Runnable { model, tokenizer, .. } = runnable;
+    let context = model.config.max_positions;
+    let window = match how.window {
+        Some(window) if how.convention.positions(window) > context => {
+            bail!("--window {window} is longer than the {context} positions the model was made for")
+        }
+        Some(window) => window,
+        None => how.convention.default_window().min(context),
+    };
+    let bos = how.bos.settle(tokenizer, model.config.family.needs_bos, how.convention.bos_habit())?;
+    let tokens = how.corpus.tokens(tokenizer)?;
+    let text = how.corpus.documents.join("\n");
+    let device = model.backend().device();
+    let request = Request {
+        text: &text,
+        tokens: &tokens,
+        convention: how.convention,
+        window,
+        max_windows: how.max_windows,
+        bos,
+        prefix: tokenizer.rolling_prefix(),
+        batch_tokens: BATCH_TOKENS,
+        device: &device,
+    };
+    let mut steps = printer.steps(what, 0);
+    let measured = measure(&request, &mut |done, total| steps.set(done as u64, total as u64), &mut |windows| {
+        interrupt::check()?;
+        Ok::<_, anyhow::Error>(score::nll(model, windows)?)
+    })?;
+    Ok(measured)
+}

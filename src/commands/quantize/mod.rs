@@ -1,0 +1,460 @@
+//! `quantkit gptq` and `quantkit rtn`: settle, check everything, quantize block by block, write, re-open,
+//! measure.
+
+mod artifact;
+mod job;
+mod modules;
+mod work;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use super::open::{Located, Measurement, Runnable, corpus, locate, open, perplexity};
+use crate::backend::cpu::Cpu;
+use crate::calibrate::corpus::{Corpus, CorpusError, Sampling, windows};
+use crate::calibrate::driver;
+use crate::cli::args::{CalibrationArgs, GptqArgs, ModelArgs, OutputArgs, RtnArgs, SamplingArg, SchemeArgs};
+use crate::cli::exit::CheckFailed;
+use crate::cli::print::{Printer, bytes};
+use crate::evaluate::perplexity::peak_rss_bytes;
+use crate::evaluate::windows::Convention;
+use crate::format::atomic::{OutputFolder, require_space};
+use crate::format::consumers::{check, largest_tp, parse, refusals_everywhere};
+use crate::format::gptq::{GptqConfig, Rule};
+use crate::format::manifest::hash_files;
+use crate::format::safetensors::{plan_shards, planned_bytes};
+use crate::format::verify_manifest;
+use crate::model::tokenizer::{BosHabit, ids_sha256};
+use crate::pack::gptq::Version;
+use crate::quantize::gptq::GptqOptions;
+use crate::quantize::order::Order;
+use crate::recipe::{CalibrationRecord, Method, Recipe};
+use crate::scheme::{GroupSize, Scheme};
+use job::Job;
+use modules::Modules;
+use work::Work;
+
+pub fn gptq(args: &GptqArgs, printer: Printer) -> Result<()> {
+    let order = if args.desc_act { Order::Activation } else { args.order.into() };
+    let options = GptqOptions {
+        scheme: scheme(&args.scheme)?,
+        order,
+        static_groups: args.static_groups,
+        damp_percent: args.damp_percent,
+        damp_auto_increment: args.damp_auto_increment,
+        grid: args.grid.into(),
+        sweeps: args.sweeps,
+    };
+    let method = Method::Gptq { options, true_sequential: !args.no_true_sequential };
+    Run {
+        method,
+        model: &args.model,
+        scheme: &args.scheme,
+        calibration: &args.calibration,
+        output: &args.output,
+        printer,
+    }
+    .go()
+}
+
+pub fn rtn(args: &RtnArgs, printer: Printer) -> Result<()> {
+    let method = Method::Rtn { scheme: scheme(&args.scheme)?, grid: args.grid.into() };
+    Run {
+        method,
+        model: &args.model,
+        scheme: &args.scheme,
+        calibration: &args.calibration,
+        output: &args.output,
+        printer,
+    }
+    .go()
+}
+
+fn scheme(args: &SchemeArgs) -> Result<Scheme> {
+    let group_size = GroupSize::new(args.group_size).context("a group size is -1 or positive")?;
+    Ok(Scheme { bits: args.bits, group_size, sym: !args.asym })
+}
+
+struct Run<'a> {
+    method: Method,
+    model: &'a ModelArgs,
+    scheme: &'a SchemeArgs,
+    calibration: &'a CalibrationArgs,
+    output: &'a OutputArgs,
+    printer: Printer,
+}
+
+/// Calibration windows and their record.
+type Calibrated = (Vec<Vec<u32>>, CalibrationRecord);
+
+impl Run<'_> {
+    fn go(self) -> Result<()> {
+        let began = Instant::now();
+        let printer = self.printer;
+        let base = self.method.scheme();
+        let located = locate(self.model, printer)?;
+        let target = self.target(&located)?;
+        let original = open(&located.dir, printer)?;
+        if let Some(method) = original.method {
+            bail!(
+                "`{}` is quantized already (by {method}); give the floating-point checkpoint it was made from",
+                located.dir.display()
+            );
+        }
+        let model = &original.model;
+        let modules = modules::settle(model, base, self.scheme)?;
+        modules.notes.iter().for_each(|note| printer.warn(note));
+        let version = match &self.output.checkpoint_format {
+            Some(name) => Version::parse(name).context("--checkpoint-format is gptq or gptq_v2")?,
+            None => Version::safest(base),
+        };
+        let scattered = matches!(&self.method, Method::Gptq { options, .. } if options.order == Order::Activation && !options.static_groups);
+        self.check_consumers(&modules, version, scattered)?;
+        let config = self.gptq_config(&modules, version, scattered);
+        let quantization = config.quantization_config();
+        let bad = model.checkpoint().non_finite();
+        if let Some(first) = bad.first() {
+            bail!(
+                "tensor `{}` holds {} values that are not finite (first at element {}){}: the checkpoint is damaged",
+                first.tensor,
+                first.count,
+                first.first,
+                others(bad.len())
+            );
+        }
+        let calibrated = if self.method.calibrates() { Some(self.calibrated(&original)?) } else { None };
+
+        let folder = OutputFolder::create(&target)?;
+        let shards = plan_shards(artifact::specs(model.checkpoint(), &modules), self.max_shard_bytes());
+        // The blocks stand in the work folder until the artifact is whole.
+        require_space(folder.path(), planned_bytes(&shards)? * 2 + (16 << 20))?;
+        drop(folder);
+
+        let sources: Vec<String> =
+            model.checkpoint().files().iter().map(|f| f.to_string()).chain(["config.json".into()]).collect();
+        let source_files = hash_files(model.checkpoint().dir(), &sources)?;
+        let recipe = Recipe {
+            method: self.method.clone(),
+            rules: self.scheme.rules.clone(),
+            skips: self.scheme.skips.clone(),
+            on_misfit: format!("{:?}", self.scheme.on_misfit).to_lowercase(),
+            checkpoint_format: version.name().into(),
+            max_shard_bytes: self.max_shard_bytes(),
+            calibration: calibrated.as_ref().map(|(_, record)| record.clone()),
+        };
+        let record = json!({"tool": env!("CARGO_PKG_VERSION"), "recipe": recipe, "source": source_files});
+        let (work, resumed) = Work::open(&target, &record, quantization.clone(), self.output.resume)?;
+        if self.output.resume && !resumed {
+            printer.note("--resume: no earlier run is there; starting from the first block");
+        }
+
+        let prepared = began.elapsed().as_secs_f64();
+        self.announce(&modules, calibrated.as_ref());
+        let steps = printer.steps(self.method.name(), model.blocks.len() as u64);
+        let mut job = Job::new(&self.method, &modules, version, Arc::new(Cpu), &work, steps);
+        let phase = Instant::now();
+        match &calibrated {
+            Some((windows, _)) => driver::run(model, windows, self.method.true_sequential(), &mut job)?,
+            None => model.blocks.iter().try_for_each(|block| job.without_data(block))?,
+        }
+        let quantizing = phase.elapsed().as_secs_f64();
+        let reports = std::mem::take(&mut job.reports);
+        let solving = job.seconds_quantizing;
+        drop(job);
+
+        let phase = Instant::now();
+        let folder = OutputFolder::create(&target)?;
+        let contents = artifact::Contents {
+            source: model.checkpoint(),
+            source_files,
+            modules: &modules,
+            recipe: &recipe,
+            quantization: &quantization,
+            reports: serde_json::to_value(&reports)?,
+            work: &work,
+            blocks: model.blocks.len(),
+        };
+        let size = artifact::fill(&folder, &contents)?;
+        if self.output.overwrite && target.exists() {
+            fs::remove_dir_all(&target).with_context(|| format!("cannot replace `{}`", target.display()))?;
+        }
+        folder.commit()?;
+        work.remove()?;
+        let writing = phase.elapsed().as_secs_f64();
+
+        let summary = Summary {
+            target,
+            source: source_size(&original),
+            size,
+            modules,
+            reports,
+            seconds: json!({"preparing": prepared, "quantizing": quantizing, "of_which_solving": solving, "writing": writing}),
+        };
+        self.conclude(&original, summary)
+    }
+
+    fn max_shard_bytes(&self) -> u64 {
+        self.output.max_shard_size * 1_000_000
+    }
+
+    /// The output folder: given, or named after the model; checked before any work.
+    fn target(&self, located: &Located) -> Result<PathBuf> {
+        let base = self.method.scheme();
+        let group =
+            if base.group_size == GroupSize::CHANNEL { "channel".into() } else { format!("g{}", base.group_size) };
+        let target = self.output.out.clone().unwrap_or_else(|| {
+            format!(
+                "{}-{}-w{}{group}{}",
+                located.name,
+                self.method.name(),
+                base.bits,
+                if base.sym { "" } else { "-asym" }
+            )
+            .into()
+        });
+        if !target.exists() || fs::read_dir(&target).is_ok_and(|mut entries| entries.next().is_none()) {
+            return Ok(target);
+        }
+        match (self.output.overwrite, artifact::is_ours(&target)) {
+            (true, true) => Ok(target),
+            (true, false) => {
+                bail!("`{}` exists and holds no artifact of quantkit; it will not be replaced", target.display())
+            }
+            (false, true) => {
+                bail!("`{}` exists already; name another folder with --out, or --overwrite it", target.display())
+            }
+            (false, false) => bail!("`{}` exists already; name another folder with --out", target.display()),
+        }
+    }
+
+    /// `--for` refuses; without it, consumers that would not load the artifact are named.
+    fn check_consumers(&self, modules: &Modules, version: Version, scattered: bool) -> Result<()> {
+        let plan = modules.plan(self.method.scheme(), version, scattered);
+        for name in &self.output.consumers {
+            if let Some(refusal) = check(parse(name)?, &plan).first() {
+                bail!("--for {name}: {refusal}");
+            }
+        }
+        if self.output.consumers.is_empty() {
+            refusals_everywhere(&plan)
+                .iter()
+                .for_each(|refusal| self.printer.warn(format!("would not be loaded by {refusal}")));
+        }
+        let split = largest_tp(&plan);
+        if let Some(limit) = &split.limit {
+            self.printer.note(format!("tensor parallel up to {}: {limit}", split.degree));
+        }
+        Ok(())
+    }
+
+    fn gptq_config(&self, modules: &Modules, version: Version, scattered: bool) -> GptqConfig {
+        let base = self.method.scheme();
+        let mut schemes: Vec<Option<Scheme>> = Vec::new();
+        for module in modules.modules.iter().filter(|m| m.scheme != Some(base)) {
+            if !schemes.contains(&module.scheme) {
+                schemes.push(module.scheme);
+            }
+        }
+        let paths = |scheme: &Option<Scheme>| -> Vec<&String> {
+            modules.modules.iter().filter(|m| m.scheme == *scheme).map(|m| &m.name).collect()
+        };
+        let (options, true_sequential) = match &self.method {
+            Method::Gptq { options, true_sequential } => (Some(options), *true_sequential),
+            Method::Rtn { .. } => (None, false),
+        };
+        GptqConfig {
+            scheme: base,
+            version,
+            desc_act: scattered,
+            static_groups: options.is_some_and(|o| o.static_groups),
+            group_aware: options.is_some_and(|o| o.order == Order::GroupAware),
+            damp_percent: options.map(|o| o.damp_percent),
+            true_sequential,
+            grid: serde_json::to_value(self.method.grid())
+                .ok()
+                .and_then(|v| v.as_str().map(str::to_string))
+                .unwrap_or_default(),
+            rules: schemes.iter().flat_map(|scheme| Rule::for_modules(&paths(scheme), *scheme)).collect(),
+        }
+    }
+
+    fn calibrated(&self, original: &Runnable) -> Result<Calibrated> {
+        let args = self.calibration;
+        let (model, tokenizer) = (&original.model, &original.tokenizer);
+        let corpus = corpus(args.calib.as_deref(), Corpus::builtin, model.checkpoint())?;
+        let context = model.config.max_positions;
+        let seqlen = args.seqlen.unwrap_or(512.min(context));
+        if seqlen > context {
+            bail!("--seqlen {seqlen} is longer than the {context} positions the model was made for");
+        }
+        let bos = self.output.bos.settle(tokenizer, model.config.family.needs_bos, BosHabit::Once)?;
+        let (sampling, described) = match args.sampling {
+            SamplingArg::InOrder => (Sampling::InOrder, "in-order".to_string()),
+            SamplingArg::Random => (Sampling::Random { seed: args.seed }, format!("random, seed {}", args.seed)),
+        };
+        let tokens = corpus.tokens(tokenizer)?;
+        let windows = match (windows(&tokens, args.nsamples.unwrap_or(128), seqlen, sampling, bos), args.nsamples) {
+            // Nobody asked for 128: take what there is.
+            (Err(CorpusError::TooShort { fits, .. }), None) if fits > 0 => {
+                windows(&tokens, fits, seqlen, sampling, bos)?
+            }
+            (windows, _) => windows?,
+        };
+        let record = CalibrationRecord {
+            text: args.calib.as_deref().map_or(corpus.name.clone(), file_name),
+            text_sha256: corpus.sha256,
+            nsamples: windows.len(),
+            seqlen,
+            sampling: described,
+            bos: bos.name().into(),
+            tokens_sha256: ids_sha256(&windows.concat()),
+        };
+        Ok((windows, record))
+    }
+
+    fn announce(&self, modules: &Modules, calibrated: Option<&Calibrated>) {
+        let base = self.method.scheme();
+        let count = modules.modules.iter().filter(|m| m.scheme.is_some()).count();
+        let data = calibrated.map_or("no calibration data".into(), |(_, c)| {
+            format!("{} calibration windows of {} tokens from {} (BOS {})", c.nsamples, c.seqlen, c.text, c.bos)
+        });
+        let kind = if base.sym { "symmetric" } else { "asymmetric" };
+        self.printer.note(format!(
+            "{}: {} linears to {} bits, group size {}, {kind}; {data}",
+            self.method.name(),
+            count,
+            base.bits,
+            base.group_size
+        ));
+    }
+
+    /// Re-opens what was written, measures it, and says what came of it all.
+    fn conclude(&self, original: &Runnable, summary: Summary) -> Result<()> {
+        let printer = self.printer;
+        let artifact = open(&summary.target, printer).context("the artifact cannot be read back")?;
+        if let Some(wrong) = verify_manifest(&summary.target)?.first() {
+            return Err(CheckFailed(format!("the artifact on disk is not what was written: {wrong}")).into());
+        }
+        let phase = Instant::now();
+        let measured = if self.output.no_eval { None } else { Some(self.measure(original, &artifact)?) };
+        let mut object = summary.json();
+        object["seconds"]["measuring"] = phase.elapsed().as_secs_f64().into();
+        object["peak_rss_bytes"] = peak_rss_bytes().into();
+        for line in summary.lines() {
+            printer.text(line)?;
+        }
+        if let Some((before, after, convention)) = measured {
+            object["perplexity_before"] = serde_json::to_value(&before)?;
+            object["perplexity_after"] = serde_json::to_value(&after)?;
+            let change = (after.perplexity / before.perplexity - 1.0) * 100.0;
+            printer.text(format!(
+                "perplexity {:.4} before, {:.4} after ({change:+.2} %), {} tokens of {}, convention {convention}, BOS {}",
+                before.perplexity, after.perplexity, before.tokens, self.eval_text_name(), before.bos
+            ))?;
+        }
+        printer.object(&object)?;
+        Ok(())
+    }
+
+    fn eval_text_name(&self) -> String {
+        self.output.eval_text.as_deref().map_or("the built-in held-out text".into(), file_name)
+    }
+
+    fn measure(
+        &self,
+        original: &Runnable,
+        artifact: &Runnable,
+    ) -> Result<(crate::evaluate::perplexity::Perplexity, crate::evaluate::perplexity::Perplexity, Convention)> {
+        let text = corpus(self.output.eval_text.as_deref(), Corpus::heldout, original.model.checkpoint())?;
+        let window = 512.min(original.model.config.max_positions);
+        let how = Measurement {
+            corpus: &text,
+            convention: Convention::Gptq,
+            window: Some(window),
+            max_windows: Some(self.output.eval_windows as usize),
+            bos: self.output.bos,
+        };
+        let before = perplexity(original, &how, "before", self.printer)?.result;
+        let after = perplexity(artifact, &how, "after", self.printer)?.result;
+        Ok((before, after, Convention::Gptq))
+    }
+}
+
+/// What the run made.
+struct Summary {
+    target: PathBuf,
+    source: u64,
+    size: u64,
+    modules: Modules,
+    reports: Vec<work::ModuleReport>,
+    seconds: Value,
+}
+
+impl Summary {
+    fn fallbacks(&self) -> Vec<&work::ModuleReport> {
+        self.reports.iter().filter(|r| r.method.starts_with("rtn:")).collect()
+    }
+
+    /// Stored bits per weight of the quantized linears, scales and zero points included.
+    fn effective_bits(&self) -> f64 {
+        let (mut bits, mut weights) = (0.0, 0.0);
+        for module in &self.modules.modules {
+            let Some(scheme) = module.scheme else { continue };
+            let groups = scheme.group_size.count(module.cols) * module.rows;
+            bits += (module.rows * module.cols * scheme.bits as usize
+                + groups * (16 + scheme.bits as usize)
+                + module.cols * 32) as f64;
+            weights += (module.rows * module.cols) as f64;
+        }
+        bits / weights
+    }
+
+    fn lines(&self) -> Vec<String> {
+        let mut lines = vec![format!(
+            "wrote {}: {} (source {}), {:.2} bits per quantized weight",
+            self.target.display(),
+            bytes(self.size),
+            bytes(self.source),
+            self.effective_bits()
+        )];
+        for report in self.fallbacks() {
+            lines.push(format!("{}: fell back to rounding ({})", report.module, &report.method[5..]));
+        }
+        let dead: usize = self.reports.iter().map(|r| r.dead_channels).sum();
+        if dead > 0 {
+            lines.push(format!("{dead} input channels were zero throughout calibration; their weights are zero now"));
+        }
+        lines
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "out": self.target,
+            "bytes": self.size,
+            "source_bytes": self.source,
+            "effective_bits": self.effective_bits(),
+            "quantized_modules": self.reports.len(),
+            "fallbacks": self.fallbacks().iter().map(|r| json!({"module": r.module, "why": &r.method[5..]})).collect::<Vec<_>>(),
+            "changed_by_shape": self.modules.notes,
+            "loss": self.reports.iter().map(|r| r.loss).sum::<f64>(),
+            "seconds": self.seconds,
+        })
+    }
+}
+
+fn source_size(original: &Runnable) -> u64 {
+    original.model.checkpoint().tensors().values().map(|e| e.bytes.len() as u64).sum()
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned())
+}
+
+fn others(count: usize) -> String {
+    if count > 1 { format!(", and {} more tensors do", count - 1) } else { String::new() }
+}

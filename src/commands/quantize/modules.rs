@@ -1,0 +1,144 @@
+//! Which linears are quantized, and how: rules, exclusions, group sizes that do not fit.
+
+use anyhow::{Result, bail};
+use regex::Regex;
+
+use crate::cli::args::{OnMisfit, SchemeArgs};
+use crate::format::consumers::{Module, Plan};
+use crate::model::Model;
+use crate::pack::gptq::{Version, check_shape};
+use crate::scheme::{GroupSize, Scheme};
+
+/// The linears of all blocks with their settled schemes, and what had to be changed to get there.
+pub struct Modules {
+    pub modules: Vec<Module>,
+    pub notes: Vec<String>,
+}
+
+impl Modules {
+    /// The scheme of a module, `None` if it stays in floating point.
+    pub fn scheme(&self, path: &str) -> Option<Scheme> {
+        self.modules.iter().find(|m| m.name == path).and_then(|m| m.scheme)
+    }
+
+    /// The artifact to come, as consumers look at it.
+    pub fn plan(&self, scheme: Scheme, version: Version, desc_act: bool) -> Plan {
+        Plan { scheme, version, desc_act, modules: self.modules.clone() }
+    }
+}
+
+/// Settles the scheme of every linear before any work.
+pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs) -> Result<Modules> {
+    let rules = parse_rules(args, base)?;
+    let mut used = vec![false; rules.len()];
+    let mut modules = Vec::new();
+    let mut notes = Vec::new();
+    let mut misfits = Vec::new();
+    for linear in model.blocks.iter().flat_map(|b| b.all_linears()) {
+        let rule = rules.iter().position(|(pattern, _)| pattern.is_match(&linear.path));
+        let mut scheme = match rule {
+            Some(i) => {
+                used[i] = true;
+                rules[i].1
+            }
+            None => Some(base),
+        };
+        if let Some(wanted) = scheme
+            && let Err(why) = fits(linear.rows, linear.cols, wanted)
+        {
+            let path = &linear.path;
+            scheme = match args.on_misfit {
+                OnMisfit::Refuse => {
+                    misfits.push(format!("{path}: {why}{}", alternatives(linear.rows, linear.cols, wanted)));
+                    continue;
+                }
+                OnMisfit::Skip => None,
+                OnMisfit::SmallerGroup => smaller(linear.rows, linear.cols, wanted),
+            };
+            notes.push(match scheme {
+                Some(s) => format!("{path}: group size {} instead of {} ({why})", s.group_size, wanted.group_size),
+                None => format!("{path}: left in floating point ({why})"),
+            });
+        }
+        modules.push(Module { name: linear.path.clone(), rows: linear.rows, cols: linear.cols, scheme });
+    }
+    if let Some(first) = misfits.first() {
+        let more = if misfits.len() > 1 { format!(" (and {} more modules)", misfits.len() - 1) } else { String::new() };
+        bail!("{first}{more}; or use `--on-misfit skip` or `--on-misfit smaller-group`");
+    }
+    if let Some(i) = used.iter().position(|used| !used) {
+        bail!(
+            "no module matches `{}`; module paths look like `{}`",
+            rules[i].0.as_str(),
+            modules.first().map_or("", |m| &m.name)
+        );
+    }
+    if modules.iter().all(|m| m.scheme.is_none()) {
+        bail!("no module is left to quantize");
+    }
+    Ok(Modules { modules, notes })
+}
+
+fn fits(rows: usize, cols: usize, scheme: Scheme) -> Result<(), String> {
+    check_shape(rows, cols, scheme.bits).map_err(|e| e.to_string())?;
+    if scheme.group_size.divides(cols) {
+        Ok(())
+    } else {
+        Err(format!("group size {} does not divide its {cols} input channels", scheme.group_size))
+    }
+}
+
+/// Group sizes in use, largest first.
+const SIZES: [i32; 7] = [1024, 512, 256, 128, 64, 32, 16];
+
+fn fitting(rows: usize, cols: usize, scheme: Scheme) -> impl Iterator<Item = Scheme> {
+    let sizes = SIZES.into_iter().filter_map(GroupSize::new);
+    sizes.map(move |group_size| Scheme { group_size, ..scheme }).filter(move |s| fits(rows, cols, *s).is_ok())
+}
+
+fn smaller(rows: usize, cols: usize, scheme: Scheme) -> Option<Scheme> {
+    fitting(rows, cols, scheme).find(|s| s.group_size.raw() < scheme.group_size.raw())
+}
+
+fn alternatives(rows: usize, cols: usize, scheme: Scheme) -> String {
+    let sizes: Vec<String> = fitting(rows, cols, scheme).map(|s| s.group_size.to_string()).collect();
+    if sizes.is_empty() { "; no group size would do".into() } else { format!("; {} or -1 would", sizes.join(", ")) }
+}
+
+/// `--rule` and `--skip`, in the order rules, skips; `None` leaves a module alone.
+fn parse_rules(args: &SchemeArgs, base: Scheme) -> Result<Vec<(Regex, Option<Scheme>)>> {
+    let regex = |pattern: &str| {
+        Regex::new(pattern).map_err(|e| {
+            anyhow::anyhow!(
+                "`{pattern}` is no regular expression: {}",
+                e.to_string().lines().last().unwrap_or_default()
+            )
+        })
+    };
+    let mut rules = Vec::new();
+    for rule in &args.rules {
+        let Some((pattern, overrides)) = rule.rsplit_once('=') else {
+            bail!("--rule `{rule}`: write `REGEX=bits:8,group_size:32,sym:false`");
+        };
+        let mut scheme = base;
+        for part in overrides.split(',') {
+            let (key, value) = part.split_once(':').unwrap_or((part, ""));
+            let ok = match key.trim() {
+                "bits" => value.parse().ok().filter(|b| [2, 3, 4, 8].contains(b)).map(|b| scheme.bits = b),
+                "group_size" => value.parse().ok().and_then(GroupSize::new).map(|g| scheme.group_size = g),
+                "sym" => value.parse().ok().map(|s| scheme.sym = s),
+                _ => None,
+            };
+            if ok.is_none() {
+                bail!(
+                    "--rule `{rule}`: `{part}` is not understood; known are bits:2|3|4|8, group_size:N, sym:true|false"
+                );
+            }
+        }
+        rules.push((regex(pattern)?, Some(scheme)));
+    }
+    for pattern in &args.skips {
+        rules.push((regex(pattern)?, None));
+    }
+    Ok(rules)
+}

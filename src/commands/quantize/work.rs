@@ -1,0 +1,127 @@
+//! Finished blocks on disk, so that an interrupted run can go on. Each block is a little artifact of its
+//! own: what is read back has passed the same checks as any artifact.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::checkpoint::Checkpoint;
+use crate::format::atomic::{OutputFolder, write_atomic};
+use crate::format::gptq::linear_tensors;
+use crate::format::safetensors::TensorSpec;
+use crate::format::{self, pretty, safetensors};
+use crate::pack::gptq::Packed;
+use crate::tensor::Bytes;
+
+/// What came of one module.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ModuleReport {
+    pub module: String,
+    /// `gptq`, `rtn`, or why a fallback was taken.
+    pub method: String,
+    pub bits: u8,
+    pub group_size: i32,
+    pub sym: bool,
+    /// Half the squared output error per token of calibration, as GPTQ reports it.
+    pub loss: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub damp_percent: Option<f64>,
+    /// Input channels that calibration saw only as zero.
+    pub dead_channels: usize,
+}
+
+/// The folder beside the output that holds finished blocks.
+pub struct Work {
+    dir: PathBuf,
+    quantization: Value,
+}
+
+impl Work {
+    /// Opens the work folder of `out` for a run described by `job`. With `resume` blocks of an equal run
+    /// are kept; otherwise leftovers are removed.
+    pub fn open(out: &Path, job: &Value, quantization: Value, resume: bool) -> Result<(Self, bool)> {
+        let name = out.file_name().context("the output folder needs a name")?.to_string_lossy();
+        let dir = out.with_file_name(format!(".{name}.quantkit-work"));
+        let record = dir.join("job.json");
+        let mut resumed = false;
+        if dir.exists() {
+            if resume {
+                let earlier: Value =
+                    fs::read(&record).ok().and_then(|b| serde_json::from_slice(&b).ok()).unwrap_or_default();
+                if earlier != *job {
+                    bail!(
+                        "--resume: `{}` comes from other options, another model or another version{}; run without --resume to start anew",
+                        dir.display(),
+                        difference(&earlier, job)
+                    );
+                }
+                resumed = true;
+            } else {
+                fs::remove_dir_all(&dir)
+                    .with_context(|| format!("cannot remove `{}` of an earlier run", dir.display()))?;
+            }
+        }
+        fs::create_dir_all(&dir).with_context(|| format!("cannot create `{}`", dir.display()))?;
+        if !resumed {
+            write_atomic(&record, &pretty(job))?;
+        }
+        Ok((Self { dir, quantization }, resumed))
+    }
+
+    fn block(&self, index: usize) -> PathBuf {
+        self.dir.join(format!("block-{index:05}"))
+    }
+
+    /// The finished block `index`, if there is one.
+    pub fn load(&self, index: usize) -> Result<Option<(format::Opened, Vec<ModuleReport>)>> {
+        let dir = self.block(index);
+        if !dir.exists() {
+            return Ok(None);
+        }
+        let read = || -> Result<_> {
+            let reports = serde_json::from_slice(&fs::read(dir.join("report.json"))?)?;
+            Ok((format::open(Checkpoint::open(&dir)?)?, reports))
+        };
+        read().map(Some).with_context(|| format!("`{}` is damaged; run without --resume to start anew", dir.display()))
+    }
+
+    /// Stores block `index`: whole, or not at all.
+    pub fn store(&self, index: usize, linears: &[(String, Packed)], reports: &[ModuleReport]) -> Result<()> {
+        let folder = OutputFolder::create(&self.block(index))?;
+        let tensors: Vec<(TensorSpec, Bytes)> =
+            linears.iter().flat_map(|(path, packed)| linear_tensors(path, packed)).collect();
+        let mut config = json!({});
+        if !tensors.is_empty() {
+            config["quantization_config"] = self.quantization.clone();
+        }
+        let specs = tensors.iter().map(|(spec, _)| spec.clone()).collect();
+        safetensors::write(&folder.path().join("model.safetensors"), specs, |spec| {
+            let found = tensors.iter().find(|(s, _)| s.name == spec.name).map(|(_, bytes)| bytes.clone());
+            found.context("a planned tensor has no data")
+        })?;
+        folder.write("config.json", &pretty(&config))?;
+        folder.write("report.json", &pretty(&serde_json::to_value(reports)?))?;
+        Ok(folder.commit()?)
+    }
+
+    /// Removes the folder; the artifact has taken its place.
+    pub fn remove(self) -> Result<()> {
+        fs::remove_dir_all(&self.dir).with_context(|| format!("cannot remove `{}`", self.dir.display()))
+    }
+}
+
+/// The first top-level key in which two records differ, for the message.
+fn difference(a: &Value, b: &Value) -> String {
+    let (Some(a), Some(b)) = (a.as_object(), b.as_object()) else { return String::new() };
+    let differs = |key: &&String| a.get(*key) != b.get(*key);
+    match b.keys().chain(a.keys()).find(differs).map(String::as_str) {
+        Some(key) => match (a[key].as_object(), b[key].as_object()) {
+            (Some(_), Some(_)) => format!(" (`{key}`{})", difference(&a[key], &b[key])),
+            _ => format!(" (`{key}` differs)"),
+        },
+        None => String::new(),
+    }
+}
