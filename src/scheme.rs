@@ -35,7 +35,7 @@ impl GroupSize {
 
     /// Whether groups fill a row of `cols` exactly.
     pub fn divides(self, cols: usize) -> bool {
-        cols % self.columns(cols).max(1) == 0
+        cols.is_multiple_of(self.columns(cols).max(1))
     }
 }
 

@@ -119,7 +119,7 @@ impl Gptq {
         let mask = (1u32 << self.bits) - 1;
         let mut k = run.start;
         while k < run.end {
-            if k % PER == 0 && k + PER <= run.end {
+            if k.is_multiple_of(PER) && k + PER <= run.end {
                 let packed = word(k / PER);
                 for (j, o) in out[k..k + PER].iter_mut().enumerate() {
                     *o = scale * (((packed >> (32 / PER * j)) & mask) as f32 - zero);

@@ -232,6 +232,7 @@ mod tests {
             tokens,
             convention,
             window,
+            max_windows: None,
             bos: BosRule::None,
             prefix: Some(0),
             batch_tokens: 16,

@@ -58,7 +58,7 @@ pub fn gated(gate: &mut [f32], up: &[f32], activation: Activation) {
 #[inline(always)]
 fn gelu_tanh(x: f32) -> f32 {
     // x/2 (1 + tanh(t)) = x / (1 + e^(-2t)) with t = sqrt(2/pi) (x + 0.044715 x³)
-    let t = 0.797_884_56 * (x + 0.044_715 * x * x * x);
+    let t = 0.797_884_6 * (x + 0.044_715 * x * x * x);
     x / (1.0 + simd::exp(-2.0 * t))
 }
 
