@@ -468,6 +468,7 @@ fn a_uniform_model_on_the_heldout_text() {
             tokens: &tokens,
             convention,
             window: 512,
+            max_windows: None,
             bos,
             prefix: tokenizer.rolling_prefix(),
             batch_tokens: BATCH_TOKENS,
