@@ -84,11 +84,7 @@ impl Curvature {
             0 => Vec::new(),
             _ => (0..n * n).map(|x| lower[(x / n).max(x % n) * n + (x / n).min(x % n)] as f32).collect(),
         };
-        let importance = if std::env::var("QK_IMP").is_ok() {
-            (0..n).map(|i| 1.0 / (u[i * n + i] * u[i * n + i])).collect()
-        } else {
-            (0..n).map(|i| at(i, i) as f32).collect()
-        };
+        let importance = (0..n).map(|i| at(i, i) as f32).collect();
         Ok(Self { n, sequence, dead, importance, h, u, damp_percent: damp })
     }
 }
