@@ -118,6 +118,23 @@ impl Tile<'_> {
         }
     }
 
+    /// Moves the weights to where their outputs on the drifted inputs are nearest to what they were:
+    /// w' = w + (H^-1 D) w for each row, with D the drift.
+    pub fn follow_drift(&mut self, curvature: &Curvature) {
+        if curvature.drift.is_empty() {
+            return;
+        }
+        let n = self.n;
+        let square = |m| View::new(m, n, n, n);
+        let (mut a, mut b) = (vec![0.0; n * LANES], vec![0.0; n * LANES]);
+        fn lanes(values: &[f32]) -> View<'_> {
+            View::new(values, values.len() / LANES, LANES, LANES)
+        }
+        product(&mut a, LANES, false, 1.0, square(&curvature.drift), lanes(self.original.as_flattened()));
+        product(&mut b, LANES, false, 1.0, square(&curvature.u), lanes(&a));
+        product(self.original.as_flattened_mut(), LANES, true, 1.0, square(&curvature.u).t(), lanes(&b));
+    }
+
     /// GPTQ's pass. Grids are chosen when the first column of their group is reached, from the weights as
     /// mended by then, unless groups are static.
     pub fn compensate(&mut self, curvature: &Curvature, options: &GptqOptions) {
