@@ -17,6 +17,8 @@ pub enum CheckpointError {
     Io { path: PathBuf, why: String },
     #[error("`{path}` is not valid: {why}")]
     Json { path: PathBuf, why: String },
+    #[error("`{path}`: tensor `{tensor}` is {found}, which is not read; give a checkpoint in F32, F16 or BF16")]
+    Unread { path: PathBuf, tensor: String, found: String },
     #[error("`{path}` is damaged: {why}; download it again")]
     Header { path: PathBuf, why: String },
     #[error("index `{path}` names shard `{shard}`, which lies outside the model folder")]

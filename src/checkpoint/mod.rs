@@ -169,8 +169,10 @@ fn map_file(dir: &Path, file: &Arc<str>, tensors: &mut BTreeMap<String, Entry>) 
     let (data_start, metadata) = SafeTensors::read_metadata(&map).map_err(|e| header(e.to_string()))?;
     let data_start = data_start + 8;
     for (name, info) in metadata.tensors() {
-        let dtype = Dtype::parse(&info.dtype.to_string()).ok_or_else(|| {
-            header(format!("tensor `{name}` has element type {}, which is not read here", info.dtype))
+        let dtype = Dtype::parse(&info.dtype.to_string()).ok_or_else(|| CheckpointError::Unread {
+            path: path.clone(),
+            tensor: name.clone(),
+            found: info.dtype.to_string(),
         })?;
         let (start, end) = info.data_offsets;
         let range = data_start + start..data_start + end;

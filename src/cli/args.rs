@@ -268,7 +268,7 @@ pub struct PplArgs {
     #[arg(long)]
     pub window: Option<usize>,
     /// Score only the first windows
-    #[arg(long)]
+    #[arg(long, value_parser = parse_count)]
     pub max_windows: Option<usize>,
     /// BOS: auto, none, window (each window starts with one), once (at the start of the text)
     #[arg(long, default_value = "auto", value_parser = parse_bos)]
@@ -295,7 +295,7 @@ pub struct GenerateArgs {
     #[arg(long, default_value_t = 128)]
     pub max_tokens: usize,
     /// 0 takes the likeliest token every time
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub temperature: f64,
     /// Sample from the likeliest tokens that together reach this probability
     #[arg(long, default_value_t = 1.0)]
@@ -331,6 +331,13 @@ fn parse_group_size(text: &str) -> Result<i32, String> {
     match text.parse() {
         Ok(size) if size == -1 || size > 0 => Ok(size),
         _ => Err("a group size is -1 (one group per output channel) or positive".into()),
+    }
+}
+
+fn parse_count(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count) if count > 0 => Ok(count),
+        _ => Err("a positive whole number is needed".into()),
     }
 }
 

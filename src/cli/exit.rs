@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use crate::backend::DeviceError;
 use crate::cli::interrupt::Interrupted;
+use crate::cli::print::to_stderr;
 use crate::model::ModelError;
 
 /// The work was done, and what it made did not pass.
@@ -19,13 +20,16 @@ impl fmt::Display for CheckFailed {
 
 impl std::error::Error for CheckFailed {}
 
+/// The exit code of work that did not pass a check.
+pub const CHECK_FAILED: u8 = 1;
+
 /// The exit code of an error, from whatever in its chain decides it.
 pub fn code(error: &anyhow::Error) -> u8 {
     let decided = error.chain().find_map(|cause| {
         if cause.is::<Interrupted>() {
             Some(130)
         } else if cause.is::<CheckFailed>() || matches!(cause.downcast_ref(), Some(ModelError::NonFinite { .. })) {
-            Some(1)
+            Some(CHECK_FAILED)
         } else if cause.is::<DeviceError>() || matches!(cause.downcast_ref(), Some(ModelError::Device(_))) {
             Some(3)
         } else {
@@ -36,7 +40,6 @@ pub fn code(error: &anyhow::Error) -> u8 {
 }
 
 /// Reports an error on stderr, the whole chain in one line.
-#[allow(clippy::print_stderr)]
 pub fn report(error: &anyhow::Error) -> ExitCode {
     let code = code(error);
     // A closed pipe is how a reader says that it has seen enough.
@@ -46,6 +49,10 @@ pub fn report(error: &anyhow::Error) -> ExitCode {
     {
         return ExitCode::SUCCESS;
     }
+    if code == 130 {
+        to_stderr("stopped: interrupted");
+        return ExitCode::from(code);
+    }
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
         // Transparent wrappers say what their cause says.
@@ -53,6 +60,6 @@ pub fn report(error: &anyhow::Error) -> ExitCode {
             text = if text.is_empty() { cause } else { format!("{text}: {cause}") };
         }
     }
-    eprintln!("{}: {text}", if code == 130 { "stopped" } else { "error" });
+    to_stderr(&format!("error: {text}"));
     ExitCode::from(code)
 }

@@ -20,17 +20,15 @@ impl Printer {
     }
 
     /// A line about the work, on stderr.
-    #[allow(clippy::print_stderr)]
     pub fn note(&self, text: impl AsRef<str>) {
         if !self.quiet {
-            eprintln!("{}", text.as_ref());
+            to_stderr(text.as_ref());
         }
     }
 
     /// A warning, on stderr, quiet or not.
-    #[allow(clippy::print_stderr)]
     pub fn warn(&self, text: impl AsRef<str>) {
-        eprintln!("warning: {}", text.as_ref());
+        to_stderr(&format!("warning: {}", text.as_ref()));
     }
 
     /// The result for people, on stdout; nothing when JSON is asked for.
@@ -106,6 +104,11 @@ impl Drop for Steps {
             bar.finish_and_clear();
         }
     }
+}
+
+/// A line on stderr. If nobody listens there, the work goes on all the same.
+pub fn to_stderr(line: &str) {
+    let _ = writeln!(io::stderr().lock(), "{line}");
 }
 
 /// Bytes in the unit that reads best.

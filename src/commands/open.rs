@@ -14,12 +14,12 @@ use crate::cli::interrupt;
 use crate::cli::print::{Printer, bytes};
 use crate::engine::score;
 use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
-use crate::evaluate::windows::Convention;
+use crate::evaluate::windows::{Convention, plan};
 use crate::format;
 use crate::hub::{self, HubEvent, HubOptions};
 use crate::model::Model;
 use crate::model::chat::{ChatTemplate, Message};
-use crate::model::tokenizer::{BosMode, Tokenizer};
+use crate::model::tokenizer::{BosMode, BosRule, Tokenizer};
 
 /// The files of the demo checkpoint.
 const DEMO: [(&str, &[u8]); 5] = [
@@ -111,8 +111,8 @@ pub struct Measurement<'a> {
     pub bos: BosMode,
 }
 
-/// Measures the perplexity of a model.
-pub fn perplexity(runnable: &Runnable, how: &Measurement, what: &str, printer: Printer) -> Result<Measured> {
+/// Window, BOS and tokens of a measurement.
+fn settle(runnable: &Runnable, how: &Measurement) -> Result<(usize, BosRule, Vec<u32>)> {
     let Runnable { model, tokenizer, .. } = runnable;
     let context = model.config.max_positions;
     let window = match how.window {
@@ -123,7 +123,20 @@ pub fn perplexity(runnable: &Runnable, how: &Measurement, what: &str, printer: P
         None => how.convention.default_window().min(context),
     };
     let bos = how.bos.settle(tokenizer, model.config.family.needs_bos, how.convention.bos_habit())?;
-    let tokens = how.corpus.tokens(tokenizer)?;
+    Ok((window, bos, how.corpus.tokens(tokenizer)?))
+}
+
+/// Refuses a measurement that [`perplexity`] would refuse, without running the model.
+pub fn check_measurement(runnable: &Runnable, how: &Measurement) -> Result<()> {
+    let (window, bos, tokens) = settle(runnable, how)?;
+    plan(how.convention, &tokens, window, bos, runnable.tokenizer.rolling_prefix())?;
+    Ok(())
+}
+
+/// Measures the perplexity of a model.
+pub fn perplexity(runnable: &Runnable, how: &Measurement, what: &str, printer: Printer) -> Result<Measured> {
+    let Runnable { model, tokenizer, .. } = runnable;
+    let (window, bos, tokens) = settle(runnable, how)?;
     let text = how.corpus.documents.join("\n");
     let device = model.backend().device();
     let request = Request {
@@ -140,7 +153,8 @@ pub fn perplexity(runnable: &Runnable, how: &Measurement, what: &str, printer: P
     let mut steps = printer.steps(what, 0);
     let measured = measure(&request, &mut |done, total| steps.set(done as u64, total as u64), &mut |windows| {
         interrupt::check()?;
-        Ok::<_, anyhow::Error>(score::nll(model, windows)?)
+        // Not `anyhow::Error`, which would hide the cause that decides the exit code.
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(score::nll(model, windows)?)
     })?;
     Ok(measured)
 }

@@ -1,7 +1,7 @@
 //! Output that is whole or absent: a hidden sibling is filled, synced, and renamed into place.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -38,24 +38,47 @@ fn megabytes(bytes: u64) -> u64 {
 pub struct OutputFolder {
     target: PathBuf,
     temporary: PathBuf,
+    /// Parents that were not there before, the outermost first.
+    made: Vec<PathBuf>,
+    replaces: bool,
     committed: bool,
+    /// Tells other runs that `temporary` is in use.
+    _lock: Option<File>,
 }
 
 impl OutputFolder {
     /// Starts the folder `target`, which must not exist or be empty. Creates `.NAME.partial-PID` beside it,
     /// which proves that the parent can be written before any work starts. Missing parents are created.
     pub fn create(target: &Path) -> Result<Self, OutputError> {
-        let target = settle(target)?;
+        Self::start(settle(target)?, false)
+    }
+
+    /// Like [`OutputFolder::create`], but a folder `target` may exist: it is replaced on commit.
+    pub fn replace(target: &Path) -> Result<Self, OutputError> {
+        let target = fs::canonicalize(target).unwrap_or_else(|_| target.into());
+        let replaces = target.is_dir();
+        Self::start(if replaces { target } else { settle(&target)? }, replaces)
+    }
+
+    fn start(target: PathBuf, replaces: bool) -> Result<Self, OutputError> {
         let (parent, name) = split(&target)?;
         let refused = |source| OutputError::Parent { parent: parent.clone(), source };
-        fs::create_dir_all(&parent).map_err(refused)?;
+        let absent = parent.ancestors().take_while(|p| *p != Path::new("") && !p.exists());
+        let mut made: Vec<PathBuf> = absent.map(Path::to_path_buf).collect();
+        made.reverse();
+        fs::create_dir_all(&parent).map_err(|e| {
+            remove_empty(&made);
+            refused(e)
+        })?;
+        remove_abandoned(&parent, &name);
         // A killed run may have left a folder under the same process number.
         for attempt in 0.. {
             let suffix = if attempt == 0 { String::new() } else { format!("-{attempt}") };
-            let temporary = parent.join(hidden(&name, &suffix));
+            let temporary = parent.join(hidden(&name, "partial", &suffix));
             match fs::create_dir(&temporary) {
                 Ok(()) => {
-                    let folder = Self { target, temporary, committed: false };
+                    let lock = lock(&temporary).ok().flatten();
+                    let folder = Self { target, temporary, made, replaces, committed: false, _lock: lock };
                     let probe = folder.path().join(".probe");
                     File::create_new(&probe).and_then(|_| fs::remove_file(&probe)).map_err(refused)?;
                     return Ok(folder);
@@ -100,6 +123,9 @@ impl OutputFolder {
     /// Makes everything durable and gives the folder its name.
     pub fn commit(mut self) -> Result<(), OutputError> {
         sync_tree(&self.temporary)?;
+        if self.replaces {
+            return self.commit_replacing();
+        }
         fs::rename(&self.temporary, &self.target).map_err(|source| match source.kind() {
             io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => {
                 OutputError::Exists(self.target.clone())
@@ -109,6 +135,22 @@ impl OutputFolder {
         self.committed = true;
         sync(&split(&self.target)?.0)
     }
+
+    /// Two folders cannot change places at once, so the old one stands aside for a moment.
+    fn commit_replacing(mut self) -> Result<(), OutputError> {
+        let (parent, name) = split(&self.target)?;
+        let aside = parent.join(hidden(&name, "replaced", ""));
+        let io = |source| OutputError::Io { path: self.target.clone(), source };
+        fs::rename(&self.target, &aside).map_err(io)?;
+        if let Err(e) = fs::rename(&self.temporary, &self.target) {
+            // Better the old one than none; that the new one has no place is what matters.
+            let _ = fs::rename(&aside, &self.target);
+            return Err(io(e));
+        }
+        fs::remove_dir_all(&aside).map_err(io)?;
+        self.committed = true;
+        sync(&parent)
+    }
 }
 
 impl Drop for OutputFolder {
@@ -116,8 +158,53 @@ impl Drop for OutputFolder {
         if !self.committed {
             // Nobody is left to hear of a failure here, and a hidden folder is harmless.
             let _ = fs::remove_dir_all(&self.temporary);
+            remove_empty(&self.made);
         }
     }
+}
+
+/// Removes folders that hold nothing, from the innermost to the outermost.
+fn remove_empty(folders: &[PathBuf]) {
+    for folder in folders.iter().rev() {
+        // One that something has come into meanwhile stays.
+        let _ = fs::remove_dir(folder);
+    }
+}
+
+/// Takes the folder for this process until the file is dropped; `None` if another process has it. An error
+/// where the file system knows no locks on folders.
+pub fn lock(dir: &Path) -> io::Result<Option<File>> {
+    let file = File::open(dir)?;
+    match file.try_lock() {
+        Ok(()) => Ok(Some(file)),
+        Err(TryLockError::WouldBlock) => Ok(None),
+        Err(TryLockError::Error(e)) => Err(e),
+    }
+}
+
+/// Removes what killed runs left of the output `name`: folders of processes that are gone here and that
+/// nobody holds elsewhere (the same folder may be seen from another container).
+fn remove_abandoned(parent: &Path, name: &OsString) {
+    let mut prefix = OsString::from(".");
+    prefix.push(name);
+    prefix.push(".partial-");
+    let Ok(entries) = fs::read_dir(parent) else { return };
+    for entry in entries.flatten() {
+        let file_name = entry.file_name();
+        let rest = file_name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes());
+        let Some(rest) = rest.and_then(|r| std::str::from_utf8(r).ok()) else { continue };
+        let (process, attempt) = rest.split_once('-').unwrap_or((rest, "0"));
+        let gone = attempt.parse::<u32>().is_ok() && process.parse().is_ok_and(is_gone);
+        if gone && let Ok(Some(_held)) = lock(&entry.path()) {
+            // What cannot be removed is no harm to this run.
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+fn is_gone(process: i32) -> bool {
+    let known = rustix::process::Pid::from_raw(process).map(rustix::process::test_kill_process);
+    matches!(known, Some(Err(rustix::io::Errno::SRCH)))
 }
 
 /// The target with links resolved, if it exists as an empty folder; itself if it does not exist.
@@ -140,10 +227,11 @@ fn split(path: &Path) -> Result<(PathBuf, OsString), OutputError> {
     Ok((parent, name.into()))
 }
 
-fn hidden(name: &OsString, suffix: &str) -> OsString {
+/// `.NAME.WHAT-PID`
+fn hidden(name: &OsString, what: &str, suffix: &str) -> OsString {
     let mut hidden = OsString::from(".");
     hidden.push(name);
-    hidden.push(format!(".partial-{}{suffix}", std::process::id()));
+    hidden.push(format!(".{what}-{}{suffix}", std::process::id()));
     hidden
 }
 
@@ -163,7 +251,7 @@ fn sync_tree(dir: &Path) -> Result<(), OutputError> {
 /// Replaces the file at `path` by `bytes`, or leaves it as it was.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), OutputError> {
     let (parent, name) = split(path)?;
-    let temporary = parent.join(hidden(&name, ""));
+    let temporary = parent.join(hidden(&name, "partial", ""));
     let io = |source| OutputError::Io { path: path.into(), source };
     let written = File::create(&temporary).and_then(|mut file| {
         file.write_all(bytes)?;
@@ -214,6 +302,67 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"two");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
         assert!(write_atomic(&dir.path().join("absent/report.json"), b"").is_err());
+    }
+
+    #[test]
+    fn created_parents_go_again_unless_something_came_into_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("a/b/out");
+        drop(OutputFolder::create(&target).unwrap());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        let out = OutputFolder::create(&target).unwrap();
+        fs::write(dir.path().join("a/note"), "").unwrap();
+        drop(out);
+        assert!(dir.path().join("a/note").exists() && !dir.path().join("a/b").exists());
+    }
+
+    #[test]
+    fn replacing() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("out");
+        for text in ["first", "second"] {
+            let out = OutputFolder::replace(&target).unwrap();
+            out.write(text, b"").unwrap();
+            assert!(!target.join(text).exists());
+            out.commit().unwrap();
+            assert_eq!(fs::read_dir(&target).unwrap().count(), 1);
+            assert!(target.join(text).exists());
+        }
+        drop(OutputFolder::replace(&target).unwrap());
+        assert!(target.join("second").exists());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn abandoned_folders_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        // Process numbers end far below i32::MAX; 1 always lives; this process is not gone either.
+        let gone = i32::MAX;
+        let mine = std::process::id();
+        let make = |name: String| fs::create_dir(dir.path().join(name)).unwrap();
+        let stays = [
+            ".out.partial-1".to_string(),
+            format!(".out.partial-{mine}-7"),
+            format!(".other.partial-{gone}"),
+            format!(".out.partial-{gone}-x"),
+            ".out.partial-".into(),
+            ".out.quantkit-work".into(),
+        ];
+        stays.iter().cloned().for_each(make);
+        [format!(".out.partial-{gone}"), format!(".out.partial-{gone}-3")].into_iter().for_each(make);
+        let held = format!(".out.partial-{}", gone - 1);
+        make(held.clone());
+        let _lock = lock(&dir.path().join(&held)).unwrap().unwrap();
+        assert!(lock(&dir.path().join(&held)).unwrap().is_none());
+
+        drop(OutputFolder::create(&dir.path().join("out")).unwrap());
+        let mut left: Vec<String> =
+            fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        let mut wanted = stays.to_vec();
+        wanted.push(held);
+        left.sort();
+        wanted.sort();
+        assert_eq!(left, wanted);
     }
 
     #[cfg(unix)]

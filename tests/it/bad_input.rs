@@ -1,1 +1,23 @@
-//! (to be written)
+//! What users get wrong, and what fails around them: the message names it, the exit code is 2 (1 where a check
+//! of the work failed), and nothing is left behind.
+
+mod calibration;
+mod checkpoint;
+mod numbers;
+mod options;
+mod output;
+
+use crate::support::scene::{Scene, TINY};
+
+/// `gptq model -o out` with `more` and what else [`TINY`] says.
+fn gptq<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let others = TINY.chunks(2).filter(|option| !more.contains(&option[0]));
+    [&["gptq", "model", "-o", "out"], more, &others.flatten().copied().collect::<Vec<_>>()].concat()
+}
+
+/// Both ways into a model refuse it alike.
+#[track_caller]
+fn unreadable(scene: &Scene, words: &[&str]) {
+    scene.refused(&gptq(&[]), words);
+    scene.refused(&["eval", "ppl", "model", "--text", "eval.txt"], words);
+}

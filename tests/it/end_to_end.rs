@@ -1,1 +1,16 @@
-//! (to be written)
+//! Whole runs of the program: what they write, say, and measure.
+
+mod artifact;
+mod combinations;
+mod evaluate;
+mod generate;
+mod interruption;
+mod rules;
+
+use serde_json::Value;
+
+/// A number somewhere in a JSON value.
+#[track_caller]
+fn number(value: &Value, pointer: &str) -> f64 {
+    value.pointer(pointer).and_then(Value::as_f64).unwrap_or_else(|| panic!("no number at {pointer} in {value}"))
+}

@@ -13,6 +13,7 @@ use crate::calibrate::driver::{Inputs, Quantizing};
 use crate::cli::interrupt;
 use crate::cli::print::Steps;
 use crate::format::Opened;
+use crate::model::ModelError;
 use crate::model::block::{Block, Linear, Stage};
 use crate::pack::gptq::{Packed, Version, pack};
 use crate::quantize::gptq::{Curvature, GptqOptions, NotPositive, gptq};
@@ -107,6 +108,9 @@ impl<'a> Job<'a> {
             }
         };
         self.seconds_quantizing += began.elapsed().as_secs_f64();
+        if !report.loss.is_finite() {
+            return Err(ModelError::NonFinite { path: linear.path.clone() }.into());
+        }
         let packed = pack(&quantized, self.version).with_context(|| format!("module `{}`", linear.path))?;
         let matrix = self.backend.load(packed.to_weight())?;
         self.current_reports.push(ModuleReport {

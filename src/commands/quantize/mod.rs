@@ -14,14 +14,14 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-use super::open::{Located, Measurement, Runnable, corpus, locate, open, perplexity};
+use super::open::{Located, Measurement, Runnable, check_measurement, corpus, locate, open, perplexity};
 use crate::backend::cpu::Cpu;
 use crate::calibrate::corpus::{Corpus, CorpusError, Sampling, windows};
 use crate::calibrate::driver;
 use crate::cli::args::{CalibrationArgs, GptqArgs, ModelArgs, OutputArgs, RtnArgs, SamplingArg, SchemeArgs};
-use crate::cli::exit::CheckFailed;
+use crate::cli::exit::{self, CheckFailed};
 use crate::cli::print::{Printer, bytes};
-use crate::evaluate::perplexity::peak_rss_bytes;
+use crate::evaluate::perplexity::{Perplexity, peak_rss_bytes};
 use crate::evaluate::windows::Convention;
 use crate::format::atomic::{OutputFolder, require_space};
 use crate::format::consumers::{check, largest_tp, parse, refusals_everywhere};
@@ -130,11 +130,13 @@ impl Run<'_> {
         }
         let calibrated = if self.method.calibrates() { Some(self.calibrated(&original)?) } else { None };
 
-        let folder = OutputFolder::create(&target)?;
+        let measurement = if self.output.no_eval { None } else { Some(self.eval_text(&original)?) };
+
+        let folder =
+            if self.output.overwrite { OutputFolder::replace(&target)? } else { OutputFolder::create(&target)? };
         let shards = plan_shards(artifact::specs(model.checkpoint(), &modules), self.max_shard_bytes());
         // The blocks stand in the work folder until the artifact is whole.
         require_space(folder.path(), planned_bytes(&shards)? * 2 + (16 << 20))?;
-        drop(folder);
 
         let sources: Vec<String> =
             model.checkpoint().files().iter().map(|f| f.to_string()).chain(["config.json".into()]).collect();
@@ -155,13 +157,21 @@ impl Run<'_> {
         }
 
         let prepared = began.elapsed().as_secs_f64();
+        let phase = Instant::now();
+        // A model that cannot be measured is found before the long part of the work.
+        let before = measurement.as_ref().map(|text| self.measure(&original, text, "before")).transpose()?;
+        let measuring = phase.elapsed().as_secs_f64();
         self.announce(&modules, calibrated.as_ref());
         let steps = printer.steps(self.method.name(), model.blocks.len() as u64);
         let mut job = Job::new(&self.method, &modules, version, Arc::new(Cpu), &work, steps);
         let phase = Instant::now();
-        match &calibrated {
-            Some((windows, _)) => driver::run(model, windows, self.method.course(), &mut job)?,
-            None => model.blocks.iter().try_for_each(|block| job.without_data(block))?,
+        let done = match &calibrated {
+            Some((windows, _)) => driver::run(model, windows, self.method.course(), &mut job),
+            None => model.blocks.iter().try_for_each(|block| job.without_data(block)),
+        };
+        if let Err(error) = done {
+            drop(job);
+            return Err(self.stopped(error, work));
         }
         let quantizing = phase.elapsed().as_secs_f64();
         let reports = std::mem::take(&mut job.reports);
@@ -169,7 +179,6 @@ impl Run<'_> {
         drop(job);
 
         let phase = Instant::now();
-        let folder = OutputFolder::create(&target)?;
         let contents = artifact::Contents {
             source: model.checkpoint(),
             source_files,
@@ -181,9 +190,6 @@ impl Run<'_> {
             blocks: model.blocks.len(),
         };
         let size = artifact::fill(&folder, &contents)?;
-        if self.output.overwrite && target.exists() {
-            fs::remove_dir_all(&target).with_context(|| format!("cannot replace `{}`", target.display()))?;
-        }
         folder.commit()?;
         work.remove()?;
         let writing = phase.elapsed().as_secs_f64();
@@ -194,9 +200,21 @@ impl Run<'_> {
             size,
             modules,
             reports,
-            seconds: json!({"preparing": prepared, "quantizing": quantizing, "of_which_solving": solving, "writing": writing}),
+            seconds: json!({"preparing": prepared, "quantizing": quantizing, "of_which_solving": solving, "writing": writing, "measuring": measuring}),
         };
-        self.conclude(&original, summary)
+        self.conclude(summary, measurement.as_ref().zip(before))
+    }
+
+    /// What happens to finished blocks when the run ends early.
+    fn stopped(&self, error: anyhow::Error, work: Work) -> anyhow::Error {
+        if exit::code(&error) == exit::CHECK_FAILED {
+            // The same options would come to the same end.
+            return work.remove().err().unwrap_or(error);
+        }
+        if work.has_blocks() {
+            self.printer.note("finished blocks are kept; the same command with --resume goes on from there");
+        }
+        error
     }
 
     fn max_shard_bytes(&self) -> u64 {
@@ -335,27 +353,32 @@ impl Run<'_> {
     }
 
     /// Re-opens what was written, measures it, and says what came of it all.
-    fn conclude(&self, original: &Runnable, summary: Summary) -> Result<()> {
+    fn conclude(&self, summary: Summary, measured: Option<(&Corpus, Perplexity)>) -> Result<()> {
         let printer = self.printer;
         let artifact = open(&summary.target, printer).context("the artifact cannot be read back")?;
         if let Some(wrong) = verify_manifest(&summary.target)?.first() {
             return Err(CheckFailed(format!("the artifact on disk is not what was written: {wrong}")).into());
         }
-        let phase = Instant::now();
-        let measured = if self.output.no_eval { None } else { Some(self.measure(original, &artifact)?) };
         let mut object = summary.json();
-        object["seconds"]["measuring"] = phase.elapsed().as_secs_f64().into();
+        let phase = Instant::now();
+        let measured = match measured {
+            Some((text, before)) => Some((before, self.measure(&artifact, text, "after")?)),
+            None => None,
+        };
+        let measuring = summary.seconds["measuring"].as_f64().unwrap_or_default() + phase.elapsed().as_secs_f64();
+        object["seconds"]["measuring"] = measuring.into();
         object["peak_rss_bytes"] = peak_rss_bytes().into();
         for line in summary.lines() {
             printer.text(line)?;
         }
-        if let Some((before, after, convention)) = measured {
+        if let Some((before, after)) = measured {
             object["perplexity_before"] = serde_json::to_value(&before)?;
             object["perplexity_after"] = serde_json::to_value(&after)?;
             let change = (after.perplexity / before.perplexity - 1.0) * 100.0;
             printer.text(format!(
                 "perplexity {:.4} before, {:.4} after ({change:+.2} %), {} tokens of {}, convention {convention}, BOS {}",
-                before.perplexity, after.perplexity, before.tokens, self.eval_text_name(), before.bos
+                before.perplexity, after.perplexity, before.tokens, self.eval_text_name(), before.bos,
+                convention = before.convention
             ))?;
         }
         printer.object(&object)?;
@@ -366,23 +389,25 @@ impl Run<'_> {
         self.output.eval_text.as_deref().map_or("the built-in held-out text".into(), file_name)
     }
 
-    fn measure(
-        &self,
-        original: &Runnable,
-        artifact: &Runnable,
-    ) -> Result<(crate::evaluate::perplexity::Perplexity, crate::evaluate::perplexity::Perplexity, Convention)> {
+    /// The text for the perplexities, long enough for at least one window.
+    fn eval_text(&self, original: &Runnable) -> Result<Corpus> {
         let text = corpus(self.output.eval_text.as_deref(), Corpus::heldout, original.model.checkpoint())?;
-        let window = 512.min(original.model.config.max_positions);
-        let how = Measurement {
-            corpus: &text,
+        check_measurement(original, &self.measurement(original, &text))?;
+        Ok(text)
+    }
+
+    fn measurement<'a>(&self, runnable: &Runnable, text: &'a Corpus) -> Measurement<'a> {
+        Measurement {
+            corpus: text,
             convention: Convention::Gptq,
-            window: Some(window),
+            window: Some(512.min(runnable.model.config.max_positions)),
             max_windows: Some(self.output.eval_windows as usize),
             bos: self.output.bos,
-        };
-        let before = perplexity(original, &how, "before", self.printer)?.result;
-        let after = perplexity(artifact, &how, "after", self.printer)?.result;
-        Ok((before, after, Convention::Gptq))
+        }
+    }
+
+    fn measure(&self, runnable: &Runnable, text: &Corpus, what: &str) -> Result<Perplexity> {
+        Ok(perplexity(runnable, &self.measurement(runnable, text), what, self.printer)?.result)
     }
 }
 
@@ -426,11 +451,20 @@ impl Summary {
         for report in self.fallbacks() {
             lines.push(format!("{}: fell back to rounding ({})", report.module, &report.method[5..]));
         }
-        let dead: usize = self.reports.iter().map(|r| r.dead_channels).sum();
-        if dead > 0 {
-            lines.push(format!("{dead} input channels were zero throughout calibration; their weights are zero now"));
+        if self.dead_channels() > 0 {
+            // GPTQ does not keep weights that nothing was seen to depend on.
+            let gptq = self.reports.iter().any(|r| r.dead_channels > 0 && r.method == "gptq");
+            lines.push(format!(
+                "{} input channels were zero throughout calibration{}",
+                self.dead_channels(),
+                if gptq { "; their weights are zero now" } else { "" }
+            ));
         }
         lines
+    }
+
+    fn dead_channels(&self) -> usize {
+        self.reports.iter().map(|r| r.dead_channels).sum()
     }
 
     fn json(&self) -> Value {
@@ -442,6 +476,7 @@ impl Summary {
             "quantized_modules": self.reports.len(),
             "fallbacks": self.fallbacks().iter().map(|r| json!({"module": r.module, "why": &r.method[5..]})).collect::<Vec<_>>(),
             "changed_by_shape": self.modules.notes,
+            "dead_channels": self.dead_channels(),
             "loss": self.reports.iter().map(|r| r.loss).sum::<f64>(),
             "seconds": self.seconds,
         })

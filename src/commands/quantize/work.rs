@@ -1,7 +1,7 @@
 //! Finished blocks on disk, so that an interrupted run can go on. Each block is a little artifact of its
 //! own: what is read back has passed the same checks as any artifact.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::checkpoint::Checkpoint;
-use crate::format::atomic::{OutputFolder, write_atomic};
+use crate::format::atomic::{OutputFolder, lock, write_atomic};
 use crate::format::gptq::linear_tensors;
 use crate::format::safetensors::TensorSpec;
 use crate::format::{self, pretty, safetensors};
@@ -33,10 +33,11 @@ pub struct ModuleReport {
     pub dead_channels: usize,
 }
 
-/// The folder beside the output that holds finished blocks.
+/// The folder beside the output that holds finished blocks. It goes when it is dropped without any.
 pub struct Work {
     dir: PathBuf,
     quantization: Value,
+    _lock: Option<File>,
 }
 
 impl Work {
@@ -47,7 +48,15 @@ impl Work {
         let dir = out.with_file_name(format!(".{name}.quantkit-work"));
         let record = dir.join("job.json");
         let mut resumed = false;
+        // Where folders cannot be locked, two runs at once are the user's affair.
+        let take = || match lock(&dir) {
+            Ok(None) => {
+                bail!("another run is writing `{}`; wait for it, or name another folder with --out", out.display())
+            }
+            held => Ok(held.ok().flatten()),
+        };
         if dir.exists() {
+            let _held = take()?;
             if resume {
                 let earlier: Value =
                     fs::read(&record).ok().and_then(|b| serde_json::from_slice(&b).ok()).unwrap_or_default();
@@ -65,10 +74,18 @@ impl Work {
             }
         }
         fs::create_dir_all(&dir).with_context(|| format!("cannot create `{}`", dir.display()))?;
+        let work = Self { _lock: take()?, dir, quantization };
         if !resumed {
             write_atomic(&record, &pretty(job))?;
         }
-        Ok((Self { dir, quantization }, resumed))
+        Ok((work, resumed))
+    }
+
+    /// Whether there are blocks that `--resume` could take up.
+    pub fn has_blocks(&self) -> bool {
+        let is_block = |name: &str| name.starts_with("block-");
+        let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
+        entries.into_iter().any(|entry| entry.file_name().to_str().is_some_and(is_block))
     }
 
     fn block(&self, index: usize) -> PathBuf {
@@ -107,9 +124,18 @@ impl Work {
         Ok(folder.commit()?)
     }
 
-    /// Removes the folder; the artifact has taken its place.
+    /// Removes the folder: the artifact has taken its place, or its blocks are of no use.
     pub fn remove(self) -> Result<()> {
         fs::remove_dir_all(&self.dir).with_context(|| format!("cannot remove `{}`", self.dir.display()))
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        if !self.has_blocks() {
+            // Without blocks it is worth nothing to anyone, and nobody is left to hear of a failure.
+            let _ = fs::remove_dir_all(&self.dir);
+        }
     }
 }
 

@@ -1,6 +1,8 @@
 //! What several tests share.
 
+pub mod command;
 pub mod hub_server;
+pub mod scene;
 
 use std::path::{Path, PathBuf};
 

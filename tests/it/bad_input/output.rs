@@ -1,0 +1,152 @@
+//! Places where the artifact cannot go.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use super::gptq;
+use crate::support::scene::{Scene, TINY, listing};
+
+#[test]
+fn a_file_stands_there() {
+    let scene = Scene::tiny("llama");
+    scene.write("out", "precious");
+    scene.refused(&gptq(&[]), &["`out` exists already", "--out"]);
+    scene.refused(&gptq(&["--overwrite"]), &["`out` exists and holds no artifact of quantkit"]);
+}
+
+#[test]
+fn a_folder_stands_there() {
+    let scene = Scene::tiny("llama");
+    fs::create_dir(scene.path("out")).unwrap();
+    scene.write("out/.hidden", "precious");
+    scene.refused(&gptq(&[]), &["`out` exists already", "--out"]);
+    scene.refused(&gptq(&["--overwrite"]), &["`out` exists and holds no artifact of quantkit"]);
+    scene.refused(&["gptq", "model", "-o", "model", "--overwrite"], &["`model` exists and holds no artifact"]);
+}
+
+#[test]
+fn an_empty_folder_is_welcome() {
+    let scene = Scene::tiny("llama");
+    fs::create_dir(scene.path("out")).unwrap();
+    scene.run(&gptq(&["--no-eval"])).ok();
+    assert!(scene.path("out/model.safetensors").exists());
+    let names: Vec<String> = scene.listing().into_keys().filter(|name| name.starts_with('.')).collect();
+    assert_eq!(names, [""; 0]);
+}
+
+#[test]
+fn an_artifact_is_replaced_only_when_asked() {
+    let scene = Scene::tiny("llama");
+    scene.tiny_run(&["rtn", "model", "-o", "out", "--no-eval"]).ok();
+    let first = scene.read("out/quantkit.json");
+    scene.write("out/notes.txt", "of the first");
+    scene.refused(&gptq(&[]), &["`out` exists already", "--overwrite"]);
+    scene.run(&gptq(&["--overwrite", "--no-eval"])).ok();
+    assert_ne!(scene.read("out/quantkit.json"), first);
+    assert!(!scene.path("out/notes.txt").exists());
+    scene.run(&["eval", "ppl", "out", "--text", "eval.txt"]).ok();
+    let hidden: Vec<String> = scene.listing().into_keys().filter(|name| name.starts_with('.')).collect();
+    assert_eq!(hidden, [""; 0]);
+}
+
+#[test]
+fn a_failed_replacement_leaves_the_old_artifact() {
+    let scene = Scene::tiny("llama");
+    scene.tiny_run(&["rtn", "model", "-o", "out", "--no-eval"]).ok();
+    scene.refused(&gptq(&["--overwrite", "--calib", "absent.txt"])[..], &["cannot read `absent.txt`"]);
+}
+
+/// Even root cannot make a folder under a file.
+#[test]
+fn the_parent_cannot_be_written() {
+    let scene = Scene::tiny("llama");
+    for out in ["calib.txt/out", "calib.txt/deep/out"] {
+        let args = ["gptq", "model", "-o", out];
+        scene.refused(&[&args, &TINY[..]].concat(), &["cannot write in `calib.txt", "choose another output folder"]);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn the_parent_may_not_be_written() {
+    use std::os::unix::fs::PermissionsExt;
+    let scene = Scene::tiny("llama");
+    let parent = scene.path("locked");
+    fs::create_dir(&parent).unwrap();
+    fs::set_permissions(&parent, PermissionsExt::from_mode(0o555)).unwrap();
+    if fs::write(parent.join("probe"), "").is_ok() {
+        fs::remove_file(parent.join("probe")).unwrap();
+        eprintln!("skipped: this user may write anywhere");
+        return;
+    }
+    let args = ["gptq", "model", "-o", "locked/out"];
+    scene.refused(&[&args, &TINY[..]].concat(), &["cannot write in `locked`", "choose another output folder"]);
+}
+
+#[test]
+fn no_name_for_the_folder() {
+    let scene = Scene::tiny("llama");
+    for out in ["..", "/"] {
+        let args = ["gptq", "model", "-o", out];
+        scene.refused(&[&args, &TINY[..]].concat(), &[&format!("`{out}` exists already")]);
+    }
+    scene.refused(&[&["gptq", "model", "-o", "absent/.."], &TINY[..]].concat(), &["`absent/..`", "name of a folder"]);
+}
+
+/// A small file system, for as long as the value lives.
+struct Disk<'a>(&'a Path);
+
+impl<'a> Disk<'a> {
+    /// `None` where the user may not mount.
+    fn mount(at: &'a Path, options: &str) -> Option<Self> {
+        fs::create_dir(at).unwrap();
+        let done = Command::new("mount").args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(at).output();
+        if done.is_ok_and(|d| d.status.success()) {
+            return Some(Self(at));
+        }
+        eprintln!("skipped: no file system can be mounted here");
+        None
+    }
+
+    fn remount(&self, options: &str) {
+        let done = Command::new("mount").args(["-o", &format!("remount,{options}")]).arg(self.0).status();
+        assert!(done.unwrap().success());
+    }
+}
+
+impl Drop for Disk<'_> {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.0).status();
+    }
+}
+
+#[test]
+fn the_disk_is_full() {
+    let scene = Scene::tiny("llama");
+    let path = scene.path("disk");
+    let Some(_disk) = Disk::mount(&path, "size=4m") else { return };
+    for out in ["disk/out", "disk/new/deep/out"] {
+        let args = ["gptq", "model", "-o", out];
+        scene.refused(&[&args, &TINY[..]].concat(), &["the output needs", "MB free", "make room"]);
+    }
+}
+
+/// The disk takes block 0 and no more; finished blocks are not lost.
+#[test]
+fn the_disk_fills_up() {
+    let scene = Scene::tiny("llama");
+    let path = scene.path("disk");
+    // Itself, output and work folders, job.json, a block of one folder and three files, and one to spare.
+    let Some(disk) = Disk::mount(&path, "size=64m,nr_inodes=10") else { return };
+    let args = [&["gptq", "model", "-o", "disk/out", "--no-eval"], &TINY[..]].concat();
+    let ran = scene.run(&args).ended(2).says(&["gptq 1/2", "No space left on device", "--resume goes on"]);
+    assert!(ran.stderr.lines().any(|line| line.starts_with("error: cannot write `disk/")), "{}", ran.stderr);
+    let left: Vec<String> = listing(&path).into_keys().filter(|name| !name.contains('/')).collect();
+    assert_eq!(left, [".out.quantkit-work"]);
+
+    disk.remount("nr_inodes=1000");
+    scene.run(&[&args[..], &["--resume"]].concat()).ok().says(&["model.layers.0 restored"]);
+    let left: Vec<String> = listing(&path).into_keys().filter(|name| !name.contains('/')).collect();
+    assert_eq!(left, ["out"]);
+}

@@ -1,0 +1,83 @@
+//! The built program, and what came of running it.
+
+use std::path::Path;
+use std::process::Output;
+use std::time::Duration;
+
+use serde_json::Value;
+
+/// Variables that would change what the program does.
+const VARIABLES: [&str; 7] =
+    ["QUANTKIT_THREADS", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "XDG_CACHE_HOME"];
+
+/// The program, to be run in `dir`; temporary files of its own go to `tmp` there, if that exists.
+pub fn command(dir: &Path, args: &[&str]) -> assert_cmd::Command {
+    assert_cmd::Command::from_std(std_command(dir, args))
+}
+
+/// [`command`] for tests that talk to the running program.
+pub fn std_command(dir: &Path, args: &[&str]) -> std::process::Command {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_quantkit"));
+    command.current_dir(dir).args(args);
+    VARIABLES.iter().for_each(|name| {
+        command.env_remove(name);
+    });
+    if dir.join("tmp").is_dir() {
+        command.env("TMPDIR", dir.join("tmp"));
+    }
+    command
+}
+
+/// Runs `quantkit ARGS` in `dir` to its end.
+pub fn quantkit(dir: &Path, args: &[&str]) -> Ran {
+    Ran::new(command(dir, args).timeout(Duration::from_secs(300)).output().unwrap(), args)
+}
+
+/// A finished run.
+#[derive(Debug)]
+pub struct Ran {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+    args: String,
+}
+
+impl Ran {
+    pub fn new(output: Output, args: &[&str]) -> Self {
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        Self {
+            code: output.status.code(),
+            stdout: text(output.stdout),
+            stderr: text(output.stderr),
+            args: args.join(" "),
+        }
+    }
+
+    /// It ended with this exit code, and not by a panic.
+    #[track_caller]
+    pub fn ended(self, code: i32) -> Self {
+        assert_eq!(self.code, Some(code), "quantkit {}\n{}{}", self.args, self.stdout, self.stderr);
+        assert!(!self.stderr.contains("panicked"), "quantkit {}\n{}", self.args, self.stderr);
+        self
+    }
+
+    #[track_caller]
+    pub fn ok(self) -> Self {
+        self.ended(0)
+    }
+
+    /// stderr has all of these words.
+    #[track_caller]
+    pub fn says(self, words: &[&str]) -> Self {
+        for word in words {
+            assert!(self.stderr.contains(word), "quantkit {}\nwanted `{word}` in:\n{}", self.args, self.stderr);
+        }
+        self
+    }
+
+    /// The one JSON value that stdout is.
+    #[track_caller]
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.stdout).unwrap_or_else(|e| panic!("{e} in stdout:\n{}", self.stdout))
+    }
+}
