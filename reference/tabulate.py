@@ -13,13 +13,13 @@ ROWS = {
     "RTN, max-abs grid": ["rtn", "--grid", "max-abs"],
     "RTN, least squared error": ["rtn", "--grid", "mse"],
     "RTN, Hessian-weighted": ["rtn", "--grid", "hessian"],
-    "GPTQ, max-abs grid": ["gptq", "--grid", "max-abs", "--sweeps", "0", "--drift-correction", "0"],
-    "GPTQ, Hessian-weighted": ["gptq", "--sweeps", "0", "--drift-correction", "0"],
-    "+ 1 sweep": ["gptq", "--sweeps", "1", "--drift-correction", "0"],
-    "+ drift correction": ["gptq", "--sweeps", "0", "--drift-correction", "1"],
-    "+ both": ["gptq", "--sweeps", "1", "--drift-correction", "1"],
-    "+ both, asymmetric": ["gptq", "--sweeps", "1", "--drift-correction", "1", "--asym"],
-    "static groups, activation order, + both": ["gptq", "--order", "activation", "--static-groups", "--sweeps", "1", "--drift-correction", "1"],
+    "GPTQ, max-abs grid": ["gptq", "--grid", "max-abs", "--sweeps", "0"],
+    "GPTQ, Hessian-weighted": ["gptq", "--sweeps", "0"],
+    "+ 1 sweep": ["gptq", "--sweeps", "1"],
+    "+ drift correction": ["gptq", "--sweeps", "0", "--drift-correction"],
+    "+ both": ["gptq", "--sweeps", "1", "--drift-correction"],
+    "+ both, asymmetric": ["gptq", "--sweeps", "1", "--drift-correction", "--asym"],
+    "static groups, activation order, + both": ["gptq", "--order", "activation", "--static-groups", "--sweeps", "1", "--drift-correction"],
 }
 
 def run(args, command):

@@ -16,8 +16,8 @@ pub enum Method {
         #[serde(flatten)]
         options: GptqOptions,
         true_sequential: bool,
-        /// Share of the calibration windows that run through the original model as well.
-        drift_correction: f64,
+        /// Weights make up for the errors of earlier layers.
+        drift_correction: bool,
     },
     Rtn {
         scheme: Scheme,
@@ -57,9 +57,9 @@ impl Method {
     pub fn course(&self) -> Course {
         match *self {
             Method::Gptq { true_sequential, drift_correction, .. } => {
-                Course { true_sequential, drift_share: drift_correction }
+                Course { true_sequential, drift: drift_correction }
             }
-            Method::Rtn { .. } => Course { true_sequential: true, drift_share: 0.0 },
+            Method::Rtn { .. } => Course { true_sequential: true, drift: false },
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The block-by-block driver: one forward pass over the calibration windows, in which each stage of each
 //! block is quantized from the inputs it really gets and the quantized weights carry the pass on. Beside it
-//! part of the windows can go through the original model, to tell how far the inputs have drifted.
+//! the windows can go through the original model, to tell how far the inputs have drifted.
 
 use std::collections::BTreeMap;
 
@@ -39,14 +39,14 @@ pub struct Course {
     /// Each stage sees its predecessors in the block quantized; otherwise all stages of a block see it
     /// unquantized.
     pub true_sequential: bool,
-    /// Share of the windows that go through the original model as well.
-    pub drift_share: f64,
+    /// The windows go through the original model as well.
+    pub drift: bool,
 }
 
 /// Runs the calibration `windows` through all blocks.
 pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], course: Course, job: &mut Q) -> Result<(), Q::Error> {
     let mut chunks = embed(model, windows)?;
-    let mut originals = chunks[..(chunks.len() as f64 * course.drift_share).ceil() as usize].to_vec();
+    let mut originals = if course.drift { chunks.clone() } else { Vec::new() };
     for block in &model.blocks {
         let restored = job.restored(block, Stage::Qkv)?.is_some();
         let mut seen = BTreeMap::new();
