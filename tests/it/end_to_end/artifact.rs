@@ -146,12 +146,12 @@ fn the_manifest_tells_what_was_read_and_written() {
 fn equal_runs_write_equal_bytes() {
     let scene = Scene::demo();
     fs::create_dir(scene.path("elsewhere")).unwrap();
-    for (out, threads) in [("one", "1"), ("two", "2"), ("elsewhere/three", "2"), ("five", "5")] {
-        let args = ["gptq", "-o", out, "--threads", threads, "--no-eval"];
-        scene.run(&[&args, &DEMO[..]].concat()).ok();
+    for (out, threads) in [("one", "1"), ("two", "2"), ("elsewhere/three", "3")] {
+        let args = ["gptq", "-o", out, "--threads", threads, "--calib", "calib.txt", "--no-eval"];
+        scene.run(&[&args[..], &["--nsamples", "8", "--seqlen", "64"]].concat()).ok();
     }
     let one = listing(&scene.path("one"));
-    for other in ["two", "elsewhere/three", "five"] {
+    for other in ["two", "elsewhere/three"] {
         assert_eq!(listing(&scene.path(other)), one, "{other}");
     }
 }
