@@ -12,8 +12,8 @@ the state does not depend on --steps, which may therefore still be changed at a 
 The layers' matrices are trained by Muon, embeddings and norms by AdamW; the data is about 1.56
 million tokens, so several epochs are made and dropout is what keeps the held-out loss falling.
 
-usage: train_demo.py BOOKS_DIR OUT_DIR {target,draft} --steps N [--decay N] [--resume]
-       e.g. target: --steps 4000 --decay 2000    draft: --steps 3000 --decay 1500 --dropout 0
+usage: train_demo.py BOOKS_DIR OUT_DIR {target,draft} --steps N [--decay N] [--stop-at N] [--resume] [--bf16]
+       (calib/demo/README.md has the options that made the checkpoints there)
 """
 import argparse, math, time
 from pathlib import Path
@@ -85,7 +85,7 @@ def main():
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--bf16", action="store_true", help="multiply in bfloat16")
     ap.add_argument("--resume", action="store_true")
-    ap.add_argument("--stop-at", type=int, help="stop after this step with a checkpoint (for measurements)")
+    ap.add_argument("--stop-at", type=int, help="stop after this step, with a checkpoint")
     args = ap.parse_args()
     decay = args.decay or args.steps // 2
 

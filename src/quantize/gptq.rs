@@ -5,6 +5,7 @@
 //! weights first move to the ridge solution of min |X W' - O w|², so that errors of earlier layers are
 //! mended too (the asymmetric calibration of GPTAQ, 2504.02692, solved in closed form).
 
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -72,9 +73,7 @@ impl Curvature {
         let alive = |i: usize| if dead[sequence.columns[i]] { 1.0 } else { at(i, i) };
         let mean = (0..n).map(alive).sum::<f64>() / n as f64;
         let mut lower = vec![0.0; n * n];
-        for i in 0..n {
-            (0..i).for_each(|j| lower[i * n + j] = at(i, j));
-        }
+        lower.par_chunks_mut(n).enumerate().for_each(|(i, row)| (0..i).for_each(|j| row[j] = at(i, j)));
         let mut damp = options.damp_percent;
         let u = loop {
             (0..n).for_each(|i| lower[i * n + i] = alive(i) + damp * mean);
@@ -88,7 +87,10 @@ impl Curvature {
         };
         let h = match options.sweeps {
             0 => Vec::new(),
-            _ => (0..n * n).map(|x| lower[(x / n).max(x % n) * n + (x / n).min(x % n)] as f32).collect(),
+            _ => {
+                let whole = |x: usize| lower[(x / n).max(x % n) * n + (x / n).min(x % n)] as f32;
+                (0..n * n).into_par_iter().map(whole).collect()
+            }
         };
         let drift = drift.map_or(Vec::new(), |drift| {
             let scale = 2.0 / drift.tokens.max(1) as f32;
