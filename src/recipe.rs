@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::calibrate::driver::Course;
 use crate::quantize::gptq::GptqOptions;
 use crate::quantize::grid::Grid;
 use crate::scheme::Scheme;
@@ -15,6 +16,8 @@ pub enum Method {
         #[serde(flatten)]
         options: GptqOptions,
         true_sequential: bool,
+        /// Weights make up for the errors of earlier layers.
+        drift_correction: bool,
     },
     Rtn {
         scheme: Scheme,
@@ -50,11 +53,13 @@ impl Method {
         matches!(self, Method::Gptq { .. }) || self.grid() == Grid::Hessian
     }
 
-    /// Whether a stage sees its predecessors in the block quantized.
-    pub fn true_sequential(&self) -> bool {
-        match self {
-            Method::Gptq { true_sequential, .. } => *true_sequential,
-            Method::Rtn { .. } => true,
+    /// How calibration goes through the blocks.
+    pub fn course(&self) -> Course {
+        match *self {
+            Method::Gptq { true_sequential, drift_correction, .. } => {
+                Course { true_sequential, drift: drift_correction }
+            }
+            Method::Rtn { .. } => Course { true_sequential: true, drift: false },
         }
     }
 }

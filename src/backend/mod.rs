@@ -100,6 +100,23 @@ impl Gram {
     }
 }
 
+/// X'(O - X): how the inputs X that a linear gets in the quantized model have moved away from those it had
+/// in the original, O.
+#[derive(Clone, Debug)]
+pub struct Drift {
+    pub n: usize,
+    /// Row-major.
+    pub values: Vec<f32>,
+    /// Rows of X so far.
+    pub tokens: u64,
+}
+
+impl Drift {
+    pub fn new(n: usize) -> Self {
+        Self { n, values: vec![0.0; n * n], tokens: 0 }
+    }
+}
+
 /// The operations the engine is made of. Rows of every tensor are tokens.
 pub trait Backend: Send + Sync {
     /// The device in words, for reports.
@@ -154,6 +171,9 @@ pub trait Backend: Send + Sync {
 
     /// Adds X'X to `gram`.
     fn add_gram(&self, x: &Tensor, gram: &mut Gram) -> Done<()>;
+
+    /// Adds X'(O - X) to `drift`.
+    fn add_drift(&self, x: &Tensor, original: &Tensor, drift: &mut Drift) -> Done<()>;
 
     /// Negative log-likelihood (nats) of `targets[i]` under the softmax of row i of x W'.
     fn nll(&self, x: &Tensor, head: &Matrix, targets: &[u32], softcap: Option<f32>) -> Done<Vec<f32>>;

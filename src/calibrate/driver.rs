@@ -1,7 +1,10 @@
 //! The block-by-block driver: one forward pass over the calibration windows, in which each stage of each
-//! block is quantized from the inputs it really gets and the quantized weights carry the pass on.
+//! block is quantized from the inputs it really gets and the quantized weights carry the pass on. Beside it
+//! the windows can go through the original model, to tell how far the inputs have drifted.
 
-use crate::backend::{DeviceError, Gram, Matrix, spans_of};
+use std::collections::BTreeMap;
+
+use crate::backend::{DeviceError, Drift, Gram, Matrix, spans_of};
 use crate::model::block::{Block, Chunk, Stage};
 use crate::model::{Model, ModelError};
 use crate::tensor::Tensor;
@@ -16,32 +19,54 @@ pub trait Quantizing {
     /// Weights of a stage that an earlier run finished; they are used as they are.
     fn restored(&mut self, block: &Block, stage: Stage) -> Result<Option<Vec<Matrix>>, Self::Error>;
 
-    /// Quantizes a stage from the Gram matrix of its inputs.
-    fn quantize(&mut self, block: &Block, stage: Stage, gram: &Gram) -> Result<Vec<Matrix>, Self::Error>;
+    /// Quantizes a stage from what was seen of its inputs.
+    fn quantize(&mut self, block: &Block, stage: Stage, inputs: &Inputs) -> Result<Vec<Matrix>, Self::Error>;
 
     /// The block is through; nothing of it is needed any more.
     fn finished(&mut self, block: &Block) -> Result<(), Self::Error>;
 }
 
-/// Runs the calibration `windows` through all blocks. With `true_sequential` each stage sees its
-/// predecessors in the block quantized; without, all stages of a block see it unquantized.
-pub fn run<Q: Quantizing>(
-    model: &Model,
-    windows: &[Vec<u32>],
-    true_sequential: bool,
-    job: &mut Q,
-) -> Result<(), Q::Error> {
+/// Statistics of the inputs of one stage.
+pub struct Inputs {
+    pub gram: Gram,
+    /// Against the original model, where it ran beside.
+    pub drift: Option<Drift>,
+}
+
+/// How the driver goes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Course {
+    /// Each stage sees its predecessors in the block quantized; otherwise all stages of a block see it
+    /// unquantized.
+    pub true_sequential: bool,
+    /// The windows go through the original model as well.
+    pub drift: bool,
+}
+
+/// Runs the calibration `windows` through all blocks.
+pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], course: Course, job: &mut Q) -> Result<(), Q::Error> {
     let mut chunks = embed(model, windows)?;
+    let mut originals = if course.drift { chunks.clone() } else { Vec::new() };
     for block in &model.blocks {
-        if true_sequential {
-            block.run(model, &mut chunks, None, &mut |stage, inputs| {
-                one_stage(model, block, stage, inputs, job).map(Some)
-            })?;
+        let restored = job.restored(block, Stage::Qkv)?.is_some();
+        let mut seen = BTreeMap::new();
+        block.run::<Q::Error>(model, &mut originals, None, &mut |stage, inputs| {
+            if !restored {
+                seen.insert(stage, inputs.to_vec());
+            }
+            Ok(None)
+        })?;
+        let mut one_stage = |stage, inputs: &[Tensor], job: &mut Q| {
+            let original = seen.remove(&stage).unwrap_or_default();
+            one_stage(model, block, stage, inputs, &original, job)
+        };
+        if course.true_sequential {
+            block.run(model, &mut chunks, None, &mut |stage, inputs| one_stage(stage, inputs, job).map(Some))?;
         } else {
             let mut swaps = Vec::new();
             let mut unquantized = chunks.clone();
             block.run(model, &mut unquantized, None, &mut |stage, inputs| {
-                swaps.push(one_stage(model, block, stage, inputs, job)?);
+                swaps.push(one_stage(stage, inputs, job)?);
                 Ok::<_, Q::Error>(None)
             })?;
             drop(unquantized);
@@ -58,6 +83,7 @@ fn one_stage<Q: Quantizing>(
     block: &Block,
     stage: Stage,
     inputs: &[Tensor],
+    original: &[Tensor],
     job: &mut Q,
 ) -> Result<Vec<Matrix>, Q::Error> {
     if let Some(weights) = job.restored(block, stage)? {
@@ -71,7 +97,11 @@ fn one_stage<Q: Quantizing>(
         let path = block.linears(stage)[0].path.clone();
         return Err(ModelError::NonFinite { path: format!("the input of {path}") }.into());
     }
-    job.quantize(block, stage, &gram)
+    let mut drift = None;
+    for (x, original) in inputs.iter().zip(original) {
+        model.backend().add_drift(x, original, drift.get_or_insert_with(|| Drift::new(x.cols)))?;
+    }
+    job.quantize(block, stage, &Inputs { gram, drift })
 }
 
 /// Whole windows, packed into chunks in order.

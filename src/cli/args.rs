@@ -186,6 +186,10 @@ pub struct GptqArgs {
     /// Sweeps of coordinate descent over codes and scales after the single pass
     #[arg(long, default_value_t = 1)]
     pub sweeps: usize,
+    /// Let weights make up for the errors of earlier layers too: calibration also runs through the original
+    /// model. The best artifact, in about twice the time
+    #[arg(long)]
+    pub drift_correction: bool,
     /// Calibrate all linears of a block on the unquantized block
     #[arg(long)]
     pub no_true_sequential: bool,

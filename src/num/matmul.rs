@@ -129,6 +129,17 @@ pub fn add_gram(x: &[f32], t: usize, k: usize, acc: &mut [f64]) {
     });
 }
 
+/// Adds X'Y to `acc` (`k` x `k`, row-major) for `t` rows of `x` and `y`.
+pub fn add_cross(x: &[f32], y: &[f32], t: usize, k: usize, acc: &mut [f32]) {
+    assert!(x.len() == t * k && y.len() == t * k && acc.len() == k * k);
+    let y = View::new(y, t, k, k);
+    acc.par_chunks_mut(TILE / 2 * k).enumerate().for_each(|(i, band)| {
+        let rows = band.len() / k;
+        let x = View { data: &x[i * TILE / 2..], rows: t, cols: rows, row: k, col: 1 };
+        product(band, k, true, 1.0, x.t(), y);
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -152,6 +163,19 @@ mod tests {
                 let want: f64 = (0..k).map(|j| x[i / n * k + j] as f64 * w[i % n * k + j] as f64).sum();
                 assert!((o as f64 - want).abs() < 1e-4, "{t}x{k}x{n} at {i}: {o} {want}");
             }
+        }
+    }
+
+    #[test]
+    fn cross_matches_f64_and_accumulates() {
+        let (t, k) = (50, 200);
+        let (x, y) = (numbers(t * k, 4), numbers(t * k, 5));
+        let mut acc = vec![0.0; k * k];
+        add_cross(&x[..20 * k], &y[..20 * k], 20, k, &mut acc);
+        add_cross(&x[20 * k..], &y[20 * k..], 30, k, &mut acc);
+        for (i, &found) in acc.iter().enumerate() {
+            let want: f64 = (0..t).map(|s| x[s * k + i / k] as f64 * y[s * k + i % k] as f64).sum();
+            assert!((found as f64 - want).abs() < 1e-4);
         }
     }
 

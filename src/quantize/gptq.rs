@@ -1,5 +1,9 @@
 //! GPTQ (Frantar et al., 2210.17323): columns are rounded one after another, and what each rounding breaks
 //! is mended in the columns not yet taken. Afterwards, coordinate descent on the same objective.
+//!
+//! Where it is known how far the inputs X of a linear have drifted from O, those of the original model, the
+//! weights first move to the ridge solution of min |X W' - O w|², so that errors of earlier layers are
+//! mended too (the asymmetric calibration of GPTAQ, 2504.02692, solved in closed form).
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -8,7 +12,7 @@ use super::grid::Grid;
 use super::order::{Order, Sequence, sequence};
 use super::tile::{self, Tile};
 use super::{Quantized, Report};
-use crate::backend::Gram;
+use crate::backend::{Drift, Gram};
 use crate::num::linalg::inverse_factor;
 use crate::scheme::Scheme;
 
@@ -45,6 +49,8 @@ pub struct Curvature {
     pub(super) importance: Vec<f32>,
     /// Damped Hessian in the order of the sequence, whole, for coordinate descent; empty without sweeps.
     pub(super) h: Vec<f32>,
+    /// `2/tokens X'(O - X)` in the order of the sequence; empty when not known.
+    pub(super) drift: Vec<f32>,
     /// Upper factor U with H^-1 = U'U.
     pub(super) u: Vec<f32>,
     /// The damping that was needed.
@@ -53,7 +59,7 @@ pub struct Curvature {
 
 impl Curvature {
     /// Orders, damps and factors `2/tokens X'X`.
-    pub fn new(gram: &Gram, options: &GptqOptions) -> Result<Self, NotPositive> {
+    pub fn new(gram: &Gram, drift: Option<&Drift>, options: &GptqOptions) -> Result<Self, NotPositive> {
         let n = gram.n;
         let scale = 2.0 / gram.tokens.max(1) as f64;
         let diag: Vec<f64> = (0..n).map(|i| gram.lower[i * n + i] * scale).collect();
@@ -84,12 +90,13 @@ impl Curvature {
             0 => Vec::new(),
             _ => (0..n * n).map(|x| lower[(x / n).max(x % n) * n + (x / n).min(x % n)] as f32).collect(),
         };
-        let importance = if std::env::var("QK_IMP").is_ok() {
-            (0..n).map(|i| 1.0 / (u[i * n + i] * u[i * n + i])).collect()
-        } else {
-            (0..n).map(|i| at(i, i) as f32).collect()
-        };
-        Ok(Self { n, sequence, dead, importance, h, u, damp_percent: damp })
+        let drift = drift.map_or(Vec::new(), |drift| {
+            let scale = 2.0 / drift.tokens.max(1) as f32;
+            let columns = &sequence.columns;
+            columns.iter().flat_map(|&i| columns.iter().map(move |&j| drift.values[i * n + j] * scale)).collect()
+        });
+        let importance = (0..n).map(|i| at(i, i) as f32).collect();
+        Ok(Self { n, sequence, dead, importance, h, drift, u, damp_percent: damp })
     }
 }
 
@@ -97,6 +104,7 @@ impl Curvature {
 pub fn gptq(weight: &[f32], rows: usize, curvature: &Curvature, options: &GptqOptions) -> (Quantized, Report) {
     let n = curvature.n;
     tile::quantize(weight, rows, n, options.scheme, &curvature.sequence, &curvature.dead, |tile: &mut Tile| {
+        tile.follow_drift(curvature);
         tile.compensate(curvature, options);
         for _ in 0..options.sweeps {
             tile.sweep(curvature, options.scheme);

@@ -74,10 +74,10 @@ fn shrinks(bits: u8, sym: bool) -> impl Iterator<Item = f32> {
     (from..=to).map(|p| p as f32 / 100.0)
 }
 
-/// The levels of a group whose columns are `columns` (one [`Lane`] each) with the least squared error,
-/// weighted by `importance` where the grid asks for it: for each row its best `keep` levels, best first.
+/// Chooses the levels of a group whose columns are `columns` (one [`Lane`] each), weighted by
+/// `importance` where the grid asks for it.
 #[inline(always)]
-pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid, keep: usize) -> Vec<Levels> {
+pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid) -> Levels {
     let (mut low, mut high) = ([0.0f32; LANES], [0.0f32; LANES]);
     for w in columns {
         for l in 0..LANES {
@@ -102,13 +102,12 @@ pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid, 
         }
         levels
     };
-    let plain = candidate(1.0, 1.0, 0.0);
     if grid == Grid::MaxAbs {
-        return vec![plain];
+        return candidate(1.0, 1.0, 0.0);
     }
     let weigh = |j: usize| if grid == Grid::Hessian { importance[j] } else { 1.0 };
-    let mut errors = vec![error(columns, &plain, top, &weigh)];
-    let mut tried = vec![plain];
+    let mut best = candidate(1.0, 1.0, 0.0);
+    let mut least = error(columns, &best, top, &weigh);
     // A negative scale mirrors the symmetric grid, so that its spare code serves the positive side; an
     // asymmetric grid may gain from a zero point one step aside.
     let variants: &[(f32, f32)] =
@@ -116,23 +115,14 @@ pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid, 
     for shrink in shrinks(scheme.bits, scheme.sym) {
         for &(sign, shift) in variants {
             let levels = candidate(shrink, sign, shift);
-            errors.push(error(columns, &levels, top, &weigh));
-            tried.push(levels);
-        }
-    }
-    let mut best = vec![tried[0].clone(); keep.min(tried.len())];
-    let mut ranks: Vec<usize> = Vec::new();
-    for l in 0..LANES {
-        ranks.clear();
-        ranks.extend(0..tried.len());
-        let order = |a: &usize, b: &usize| errors[*a][l].total_cmp(&errors[*b][l]).then(a.cmp(b));
-        if best.len() < ranks.len() {
-            ranks.select_nth_unstable_by(best.len() - 1, order);
-        }
-        ranks[..best.len()].sort_unstable_by(order);
-        for (best, &rank) in best.iter_mut().zip(&ranks) {
-            best.scale[l] = tried[rank].scale[l];
-            best.zero[l] = tried[rank].zero[l];
+            let error = error(columns, &levels, top, &weigh);
+            for l in 0..LANES {
+                if error[l] < least[l] {
+                    least[l] = error[l];
+                    best.scale[l] = levels.scale[l];
+                    best.zero[l] = levels.zero[l];
+                }
+            }
         }
     }
     best

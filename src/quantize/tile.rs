@@ -114,8 +114,25 @@ impl Tile<'_> {
         for g in 0..self.levels.len() {
             let members = (0..self.n).filter(|&i| self.groups[i] == g);
             let (columns, weights): (Vec<Lane>, Vec<f32>) = members.map(|i| (self.original[i], importance[i])).unzip();
-            self.levels[g] = vectorized(|| levels(&columns, &weights, scheme, grid, 1)).swap_remove(0);
+            self.levels[g] = vectorized(|| levels(&columns, &weights, scheme, grid));
         }
+    }
+
+    /// Moves the weights to where their outputs on the drifted inputs are nearest to what they were:
+    /// w' = w + (H^-1 D) w for each row, with D the drift.
+    pub fn follow_drift(&mut self, curvature: &Curvature) {
+        if curvature.drift.is_empty() {
+            return;
+        }
+        let n = self.n;
+        let square = |m| View::new(m, n, n, n);
+        let (mut a, mut b) = (vec![0.0; n * LANES], vec![0.0; n * LANES]);
+        fn lanes(values: &[f32]) -> View<'_> {
+            View::new(values, values.len() / LANES, LANES, LANES)
+        }
+        product(&mut a, LANES, false, 1.0, square(&curvature.drift), lanes(self.original.as_flattened()));
+        product(&mut b, LANES, false, 1.0, square(&curvature.u), lanes(&a));
+        product(self.original.as_flattened_mut(), LANES, true, 1.0, square(&curvature.u).t(), lanes(&b));
     }
 
     /// GPTQ's pass. Grids are chosen when the first column of their group is reached, from the weights as
@@ -134,7 +151,8 @@ impl Tile<'_> {
                 let group = self.groups[i];
                 if !options.static_groups && (i == 0 || self.groups[i - 1] != group) {
                     let last = (i..n).find(|&j| self.groups[j] != group).unwrap_or(n);
-                    self.levels[group] = vectorized(|| trial(&w[i..last], i, curvature, options));
+                    self.levels[group] =
+                        vectorized(|| levels(&w[i..last], &curvature.importance[i..last], scheme, options.grid));
                 }
                 let u = &curvature.u[i * n..(i + 1) * n];
                 let (levels, top) = (&self.levels[group], scheme.top() as f32);
@@ -309,51 +327,6 @@ impl Tile<'_> {
     fn residual(&self, i: usize) -> Lane {
         difference(&self.original[i], &self.value(i))
     }
-}
-
-/// The levels of a group that leave the least error once its columns, which are `columns` as mended so far
-/// and start at `from`, have been rounded one after another with compensation inside the group.
-#[inline(always)]
-fn trial(columns: &[Lane], from: usize, curvature: &Curvature, options: &GptqOptions) -> Levels {
-    let (n, m, top) = (curvature.n, columns.len(), options.scheme.top() as f32);
-    // In a long group the trials would cost more than the whole pass.
-    let trials: usize = std::env::var("QK_TRIALS").ok().and_then(|v| v.parse().ok()).unwrap_or(8);
-    let keep = if m <= BLOCK { trials } else { 1 };
-    let mut candidates = levels(columns, &curvature.importance[from..from + m], options.scheme, options.grid, keep);
-    if candidates.len() == 1 {
-        return candidates.swap_remove(0);
-    }
-    let mut least = [f32::INFINITY; LANES];
-    let mut best = candidates[0].clone();
-    let mut w = Vec::with_capacity(m);
-    for levels in &candidates {
-        w.clear();
-        w.extend_from_slice(columns);
-        let mut loss = [0.0f32; LANES];
-        for i in 0..m {
-            let u = &curvature.u[(from + i) * n + from..(from + i) * n + from + m];
-            let (done, rest) = w.split_at_mut(i + 1);
-            let mut error = [0.0f32; LANES];
-            for l in 0..LANES {
-                let w = done[i][l];
-                error[l] = (w - levels.value(l, levels.code(l, w, top))) / u[i];
-                loss[l] += error[l] * error[l];
-            }
-            for (w, &u) in rest.iter_mut().zip(&u[i + 1..]) {
-                for l in 0..LANES {
-                    w[l] -= error[l] * u;
-                }
-            }
-        }
-        for l in 0..LANES {
-            if loss[l] < least[l] {
-                least[l] = loss[l];
-                best.scale[l] = levels.scale[l];
-                best.zero[l] = levels.zero[l];
-            }
-        }
-    }
-    best
 }
 
 fn difference(a: &Lane, b: &Lane) -> Lane {

@@ -1,7 +1,7 @@
 //! GPTQ against a float64 definition (`reference/make_golden_gptq.py`): twelve settings on one problem.
 
 use half::f16;
-use quantkit::backend::Gram;
+use quantkit::backend::{Drift, Gram};
 use quantkit::quantize::Quantized;
 use quantkit::quantize::gptq::{Curvature, GptqOptions, gptq};
 use quantkit::quantize::grid::Grid;
@@ -55,7 +55,7 @@ impl Problem {
     }
 
     fn solve(&self, options: &GptqOptions) -> Quantized {
-        let curvature = Curvature::new(&self.gram, options).unwrap();
+        let curvature = Curvature::new(&self.gram, None, options).unwrap();
         gptq(&self.weight, self.rows, &curvature, options).0
     }
 }
@@ -148,8 +148,47 @@ fn a_rank_deficient_hessian_is_damped_or_refused() {
         sweeps: 0,
     };
     let duplicates = gram(|_, _| 1.0);
-    let curvature = Curvature::new(&duplicates, &setting).unwrap();
+    let curvature = Curvature::new(&duplicates, None, &setting).unwrap();
     assert!(curvature.damp_percent > 0.0, "all channels equal need damping");
     let indefinite = gram(|i, j| if i == j { 1.0 } else { -3.0 });
-    assert!(Curvature::new(&indefinite, &setting).is_err());
+    assert!(Curvature::new(&indefinite, None, &setting).is_err());
+}
+
+/// With inputs X in the quantized model and O in the original one, the outputs on X must come as near to those
+/// of the weights on O as any weights can (against a direct solution of the normal equations).
+#[test]
+fn drift_is_corrected_by_the_ridge_solution() {
+    let (n, rows, tokens) = (6, 3, 40);
+    let noise = |i: usize, seed: usize| ((i * 7919 + seed * 104_729) % 1009) as f64 / 504.5 - 1.0;
+    let original: Vec<f64> = (0..tokens * n).map(|i| noise(i, 1)).collect();
+    let seen: Vec<f64> = (0..tokens * n).map(|i| original[i] * 0.8 + 0.3 * noise(i, 2)).collect();
+    let weight: Vec<f32> = (0..rows * n).map(|i| noise(i, 3) as f32).collect();
+    let sum = |f: &dyn Fn(usize) -> f64| (0..tokens).map(f).sum::<f64>();
+    let gram: Vec<f64> = (0..n * n).map(|x| sum(&|t| seen[t * n + x / n] * seen[t * n + x % n])).collect();
+    let cross: Vec<f64> = (0..n * n).map(|x| sum(&|t| seen[t * n + x / n] * original[t * n + x % n])).collect();
+    let drift = (0..n * n).map(|x| (cross[x] - gram[x]) as f32).collect();
+    let setting = GptqOptions {
+        scheme: Scheme { bits: 8, group_size: GroupSize::CHANNEL, sym: true },
+        order: Order::Activation,
+        static_groups: false,
+        damp_percent: 1e-6,
+        damp_auto_increment: 0.01,
+        grid: Grid::MaxAbs,
+        sweeps: 0,
+    };
+    let gram = Gram { n, lower: gram, tokens: tokens as u64 };
+    let drift = Drift { n, values: drift, tokens: tokens as u64 };
+    let curvature = Curvature::new(&gram, Some(&drift), &setting).unwrap();
+    let corrected = gptq(&weight, rows, &curvature, &setting).0;
+    let plain = gptq(&weight, rows, &Curvature::new(&gram, None, &setting).unwrap(), &setting).0;
+    for r in 0..rows {
+        // The gradient of |X q - O w|²: zero at the best q, but for rounding to 8 bits.
+        let gradient = |q: &Quantized, i: usize| -> f64 {
+            (0..n)
+                .map(|k| gram.lower[i * n + k] * q.value(r, k) as f64 - cross[i * n + k] * weight[r * n + k] as f64)
+                .sum()
+        };
+        let size = |q: &Quantized| (0..n).map(|i| gradient(q, i).abs()).sum::<f64>();
+        assert!(size(&corrected) < 0.05 * size(&plain), "row {r}: {} against {}", size(&corrected), size(&plain));
+    }
 }

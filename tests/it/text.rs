@@ -429,7 +429,7 @@ fn bad_corpora_are_told_by_line() {
     assert!(message("a.txt", b" \n").ends_with("holds no text"));
     assert!(message("a.jsonl", b"").ends_with("holds no text"));
     assert!(message("a.txt", b"ab\xff").contains("first bad byte at 2"));
-    assert!(message("a.parquet", b"x").contains("neither .txt"));
+    assert!(message("a.parquet", b"x").contains(".parquet files are not read"));
 
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.jsonl");

@@ -45,6 +45,13 @@ pub fn add(x: &mut [f32], y: &[f32]) {
     });
 }
 
+/// x -= y.
+pub fn subtract(x: &mut [f32], y: &[f32]) {
+    x.par_chunks_mut(BLOCK).zip(y.par_chunks(BLOCK)).for_each(|(x, y)| {
+        x.iter_mut().zip(y).for_each(|(x, y)| *x -= y);
+    });
+}
+
 /// gate = activation(gate) * up.
 pub fn gated(gate: &mut [f32], up: &[f32], activation: Activation) {
     gate.par_chunks_mut(BLOCK).zip(up.par_chunks(BLOCK)).for_each(|(gate, up)| {

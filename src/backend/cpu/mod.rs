@@ -6,7 +6,7 @@ mod elementwise;
 use rayon::prelude::*;
 
 use super::weight::Weight;
-use super::{Activation, AttentionShape, Backend, Done, Gram, KvCache, Matrix, RopeTable, Span};
+use super::{Activation, AttentionShape, Backend, Done, Drift, Gram, KvCache, Matrix, RopeTable, Span};
 use crate::num::{matmul, simd};
 use crate::tensor::Tensor;
 
@@ -103,6 +103,14 @@ impl Backend for Cpu {
     fn add_gram(&self, x: &Tensor, gram: &mut Gram) -> Done<()> {
         matmul::add_gram(x.as_host(), x.rows, x.cols, &mut gram.lower);
         gram.tokens += x.rows as u64;
+        Ok(())
+    }
+
+    fn add_drift(&self, x: &Tensor, original: &Tensor, drift: &mut Drift) -> Done<()> {
+        let mut moved = original.clone();
+        elementwise::subtract(moved.as_host_mut(), x.as_host());
+        matmul::add_cross(x.as_host(), moved.as_host(), x.rows, x.cols, &mut drift.values);
+        drift.tokens += x.rows as u64;
         Ok(())
     }
 

@@ -8,8 +8,8 @@ use anyhow::{Context, Error, Result};
 use super::modules::Modules;
 use super::work::{ModuleReport, Work};
 use crate::backend::weight::Weight;
-use crate::backend::{Backend, Gram, Matrix};
-use crate::calibrate::driver::Quantizing;
+use crate::backend::{Backend, Matrix};
+use crate::calibrate::driver::{Inputs, Quantizing};
 use crate::cli::interrupt;
 use crate::cli::print::Steps;
 use crate::format::Opened;
@@ -88,7 +88,7 @@ impl<'a> Job<'a> {
     fn linear(
         &mut self,
         linear: &Linear,
-        gram: Option<&Gram>,
+        inputs: Option<&Inputs>,
         shared: &mut Vec<(Scheme, Result<Curvature, NotPositive>)>,
     ) -> Result<Matrix> {
         interrupt::check()?;
@@ -96,13 +96,15 @@ impl<'a> Job<'a> {
         let weight = linear.weight.weight().to_f32();
         let began = Instant::now();
         let ((quantized, report), method, damp) = match self.method {
-            Method::Rtn { grid, .. } => {
-                (rtn(&weight, linear.rows, linear.cols, gram, scheme, *grid), "rtn".to_string(), None)
-            }
+            Method::Rtn { grid, .. } => (
+                rtn(&weight, linear.rows, linear.cols, inputs.map(|i| &i.gram), scheme, *grid),
+                "rtn".to_string(),
+                None,
+            ),
             Method::Gptq { options, .. } => {
-                let gram = gram.context("GPTQ without calibration")?;
+                let inputs = inputs.context("GPTQ without calibration")?;
                 let options = GptqOptions { scheme, ..options.clone() };
-                gptq_or_fallback(&weight, linear, gram, &options, shared)
+                gptq_or_fallback(&weight, linear, inputs, &options, shared)
             }
         };
         self.seconds_quantizing += began.elapsed().as_secs_f64();
@@ -119,7 +121,9 @@ impl<'a> Job<'a> {
             sym: scheme.sym,
             loss: report.loss,
             damp_percent: damp,
-            dead_channels: gram.map_or(0, |g| (0..g.n).filter(|i| g.lower[i * g.n + i] == 0.0).count()),
+            dead_channels: inputs
+                .map(|i| &i.gram)
+                .map_or(0, |g| (0..g.n).filter(|i| g.lower[i * g.n + i] == 0.0).count()),
         });
         self.current.push((linear.path.clone(), packed));
         Ok(matrix)
@@ -131,7 +135,7 @@ type Outcome = ((Quantized, Report), String, Option<f64>);
 fn gptq_or_fallback(
     weight: &[f32],
     linear: &Linear,
-    gram: &Gram,
+    inputs: &Inputs,
     options: &GptqOptions,
     shared: &mut Vec<(Scheme, Result<Curvature, NotPositive>)>,
 ) -> Outcome {
@@ -139,7 +143,7 @@ fn gptq_or_fallback(
     let at = match shared.iter().position(|(scheme, _)| agrees(scheme)) {
         Some(at) => at,
         None => {
-            shared.push((options.scheme, Curvature::new(gram, options)));
+            shared.push((options.scheme, Curvature::new(&inputs.gram, inputs.drift.as_ref(), options)));
             shared.len() - 1
         }
     };
@@ -147,7 +151,11 @@ fn gptq_or_fallback(
         Ok(curvature) => (gptq(weight, linear.rows, curvature, options), "gptq".into(), Some(curvature.damp_percent)),
         Err(why) => {
             let grid = if options.grid == Grid::MaxAbs { Grid::MaxAbs } else { Grid::Hessian };
-            (rtn(weight, linear.rows, linear.cols, Some(gram), options.scheme, grid), format!("rtn: {why}"), None)
+            (
+                rtn(weight, linear.rows, linear.cols, Some(&inputs.gram), options.scheme, grid),
+                format!("rtn: {why}"),
+                None,
+            )
         }
     }
 }
@@ -171,9 +179,9 @@ impl Quantizing for Job<'_> {
         weights.collect::<Result<Vec<_>>>().map(Some)
     }
 
-    fn quantize(&mut self, block: &Block, stage: Stage, gram: &Gram) -> Result<Vec<Matrix>> {
+    fn quantize(&mut self, block: &Block, stage: Stage, inputs: &Inputs) -> Result<Vec<Matrix>> {
         let mut shared = Vec::new();
-        block.linears(stage).into_iter().map(|linear| self.linear(linear, Some(gram), &mut shared)).collect()
+        block.linears(stage).into_iter().map(|linear| self.linear(linear, Some(inputs), &mut shared)).collect()
     }
 
     fn finished(&mut self, block: &Block) -> Result<()> {

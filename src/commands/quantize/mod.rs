@@ -50,7 +50,8 @@ pub fn gptq(args: &GptqArgs, printer: Printer) -> Result<()> {
         grid: args.grid.into(),
         sweeps: args.sweeps,
     };
-    let method = Method::Gptq { options, true_sequential: !args.no_true_sequential };
+    let method =
+        Method::Gptq { options, true_sequential: !args.no_true_sequential, drift_correction: args.drift_correction };
     Run {
         method,
         model: &args.model,
@@ -165,7 +166,7 @@ impl Run<'_> {
         let mut job = Job::new(&self.method, &modules, version, Arc::new(Cpu), &work, steps);
         let phase = Instant::now();
         let done = match &calibrated {
-            Some((windows, _)) => driver::run(model, windows, self.method.true_sequential(), &mut job),
+            Some((windows, _)) => driver::run(model, windows, self.method.course(), &mut job),
             None => model.blocks.iter().try_for_each(|block| job.without_data(block)),
         };
         if let Err(error) = done {
@@ -282,7 +283,7 @@ impl Run<'_> {
             modules.modules.iter().filter(|m| m.scheme == *scheme).map(|m| &m.name).collect()
         };
         let (options, true_sequential) = match &self.method {
-            Method::Gptq { options, true_sequential } => (Some(options), *true_sequential),
+            Method::Gptq { options, true_sequential, .. } => (Some(options), *true_sequential),
             Method::Rtn { .. } => (None, false),
         };
         GptqConfig {
