@@ -27,7 +27,7 @@ const OUTPUT: [&str; 11] = [
     "--bos",
     "--json",
 ];
-const GPTQ: [&str; 8] = [
+const GPTQ: [&str; 9] = [
     "--grid",
     "--order",
     "--desc-act",
@@ -36,6 +36,7 @@ const GPTQ: [&str; 8] = [
     "--damp-auto-increment",
     "--sweeps",
     "--no-true-sequential",
+    "--drift-correction",
 ];
 
 #[track_caller]

@@ -197,3 +197,49 @@ impl Quantizing for Job<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::backend::Gram;
+    use crate::backend::cpu::Cpu;
+    use crate::backend::weight::Dense;
+    use crate::quantize::order::Order;
+    use crate::scheme::GroupSize;
+    use crate::tensor::{Bytes, Dtype};
+
+    /// No damping below 100 % mends a Hessian with such a diagonal: the module alone is rounded.
+    #[test]
+    fn hessians_that_cannot_be_used() {
+        let n = 32;
+        let weight: Vec<f32> = (0..n * n).map(|i| (i as f32 * 0.7).sin()).collect();
+        let bytes = Bytes::from(bytemuck::cast_slice(&weight).to_vec());
+        let stored = Weight::Dense(Dense { rows: n, cols: n, dtype: Dtype::F32, bytes });
+        let linear = Linear { path: "x".into(), rows: n, cols: n, weight: Cpu.load(stored).unwrap(), bias: None };
+        let scheme = Scheme { bits: 4, group_size: GroupSize::new(16).unwrap(), sym: true };
+        let options = GptqOptions {
+            scheme,
+            order: Order::GroupAware,
+            static_groups: false,
+            damp_percent: 0.05,
+            damp_auto_increment: 0.2,
+            grid: Grid::MaxAbs,
+            sweeps: 1,
+        };
+        let quantized = |sign: f64| {
+            let mut gram = Gram::new(n);
+            gram.tokens = 8;
+            (0..n).for_each(|i| gram.lower[i * n + i] = if i == 3 { sign } else { 1.0 });
+            let inputs = Inputs { gram, drift: None };
+            gptq_or_fallback(&weight, &linear, &inputs, &options, &mut Vec::new())
+        };
+        let (_, method, damping) = quantized(1.0);
+        assert_eq!((method.as_str(), damping), ("gptq", Some(0.05)));
+        let ((codes, report), method, damping) = quantized(-100.0);
+        assert_eq!(method, "rtn: the Hessian is not positive definite even with damping 1.05");
+        assert_eq!(damping, None);
+        assert!(report.loss.is_finite());
+        assert_eq!(codes, rtn(&weight, n, n, None, scheme, Grid::MaxAbs).0);
+    }
+}

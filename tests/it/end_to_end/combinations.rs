@@ -105,6 +105,7 @@ fn other_settings() {
         &["--grid", "mse", "--sweeps", "0"],
         &["--sweeps", "3"],
         &["--no-true-sequential"],
+        &["--drift-correction"],
         &["--damp-percent", "0.2"],
         &["--sampling", "random", "--seed", "7"],
         &["--bos", "window"],
@@ -121,7 +122,7 @@ fn other_settings() {
         }
     }
     // Each of them changes what is written.
-    let mut weights: Vec<Vec<u8>> = (0..6).map(|i| scene.read(&format!("out{i}/model.safetensors"))).collect();
+    let mut weights: Vec<Vec<u8>> = (0..7).map(|i| scene.read(&format!("out{i}/model.safetensors"))).collect();
     weights.push(scene.read("bos/model.safetensors"));
     reads_back(&scene, &[], "plain");
     weights.push(scene.read("plain/model.safetensors"));

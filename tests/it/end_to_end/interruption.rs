@@ -99,19 +99,22 @@ fn interrupted_and_resumed() {
 
 #[test]
 fn killed_and_resumed() {
-    let scene = Scene::demo();
-    let run = HalfWay::start(scene.root(), &to("out", &[]));
-    run.signal(Signal::KILL);
-    let (status, _) = run.end();
-    assert_eq!(status.code(), None);
-    assert!(!scene.path("out").exists());
-    assert!(made(&scene).iter().all(|name| name.starts_with(".out.")), "{:?}", made(&scene));
-    assert!(blocks(&scene).contains(&"block-00000".to_string()));
+    for more in [&[][..], &["--drift-correction"]] {
+        let scene = Scene::demo();
+        let run = HalfWay::start(scene.root(), &to("out", more));
+        run.signal(Signal::KILL);
+        let (status, _) = run.end();
+        assert_eq!(status.code(), None);
+        assert!(!scene.path("out").exists());
+        assert!(made(&scene).iter().all(|name| name.starts_with(".out.")), "{:?}", made(&scene));
+        assert!(blocks(&scene).contains(&"block-00000".to_string()));
 
-    scene.run(&to("out", &["--resume"])).ok().says(&["gptq 1/4 model.layers.0 restored"]);
-    assert_eq!(made(&scene), ["out"]);
-    scene.run(&to("whole", &[])).ok();
-    assert_eq!(listing(&scene.path("out")), listing(&scene.path("whole")));
+        let ran = scene.run(&to("out", &[&["--resume"], more].concat())).ok();
+        assert!(ran.stderr.contains("gptq 1/4 model.layers.0 restored"), "{}", ran.stderr);
+        assert_eq!(made(&scene), ["out"]);
+        scene.run(&to("whole", more)).ok();
+        assert_eq!(listing(&scene.path("out")), listing(&scene.path("whole")), "{more:?}");
+    }
 }
 
 #[test]
@@ -154,10 +157,12 @@ fn damaged_blocks_are_not_used() {
 fn two_runs_for_one_folder() {
     let scene = Scene::demo();
     let first = HalfWay::start(scene.root(), &to("out", &[]));
+    first.signal(Signal::STOP);
     for more in [&[][..], &["--resume"]] {
         let ran = scene.run(&to("out", more)).ended(2);
         assert!(ran.stderr.contains("another run is writing `out`"), "{}", ran.stderr);
     }
+    first.signal(Signal::CONT);
     let (status, said) = first.end();
     assert!(status.success(), "{said}");
     assert_eq!(made(&scene), ["out"]);
