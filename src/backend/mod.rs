@@ -98,6 +98,11 @@ impl Gram {
     pub fn new(n: usize) -> Self {
         Self { n, lower: vec![0.0; n * n], tokens: 0 }
     }
+
+    /// How many channels never were anything but zero.
+    pub fn dead(&self) -> usize {
+        (0..self.n).filter(|i| self.lower[i * self.n + i] == 0.0).count()
+    }
 }
 
 /// X'(O - X): how the inputs X that a linear gets in the quantized model have moved away from those it had

@@ -81,13 +81,13 @@ pub struct Runnable {
 /// Opens a folder whatever form its weights have.
 pub fn open(dir: &Path, printer: Printer) -> Result<Runnable> {
     let checkpoint = Checkpoint::open(dir)?;
-    let tokenizer = Tokenizer::load(&checkpoint)?;
     let opened = format::open(checkpoint)?;
     for warning in &opened.warnings {
         printer.warn(warning);
     }
     let model = Model::open(opened.source, Arc::new(Cpu))
         .with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
+    let tokenizer = Tokenizer::load(model.checkpoint())?;
     Ok(Runnable { model, tokenizer, method: opened.method })
 }
 

@@ -73,7 +73,7 @@ impl<'a> Keys<'a> {
 
     fn count(&self, key: &'static str) -> Result<Option<usize>, ConfigError> {
         self.read(key, "a positive whole number is needed", |v| {
-            v.as_u64().filter(|&n| n > 0 && n < 1 << 32).map(|n| n as usize)
+            v.as_u64().filter(|&n| n > 0 && n < 1 << 24).map(|n| n as usize)
         })
     }
 
@@ -81,8 +81,8 @@ impl<'a> Keys<'a> {
         self.count(key)?.ok_or(ConfigError::Missing { key })
     }
 
-    fn number(&self, key: &str) -> Result<Option<f64>, ConfigError> {
-        self.read(key, "a number is needed", Value::as_f64)
+    fn positive(&self, key: &str) -> Result<Option<f64>, ConfigError> {
+        self.read(key, "a positive number is needed", |v| v.as_f64().filter(|n| *n > 0.0))
     }
 
     fn flag(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
@@ -132,6 +132,9 @@ impl ModelConfig {
             }
         };
         let layer_count = keys.need("num_hidden_layers")?;
+        if layer_count > 10_000 {
+            return Err(bad("num_hidden_layers", &layer_count.into(), "no known model has that many"));
+        }
         let max_positions = keys.count("max_position_embeddings")?.unwrap_or(2048);
         let activation = match keys
             .get("hidden_activation")
@@ -142,7 +145,7 @@ impl ModelConfig {
             Some("gelu_pytorch_tanh" | "gelu_new") => Activation::GeluTanh,
             other => return Err(bad("hidden_act", &other.into(), "known are silu and gelu_pytorch_tanh")),
         };
-        let scalar = keys.number("query_pre_attn_scalar")?.unwrap_or(if family.sandwich_norms {
+        let scalar = keys.positive("query_pre_attn_scalar")?.unwrap_or(if family.sandwich_norms {
             256.0
         } else {
             head_dim as f64
@@ -164,12 +167,12 @@ impl ModelConfig {
             head_dim,
             vocab: keys.need("vocab_size")?,
             max_positions,
-            eps: keys.number("rms_norm_eps")?.unwrap_or(defaults.rms_norm_eps) as f32,
+            eps: keys.positive("rms_norm_eps")?.unwrap_or(defaults.rms_norm_eps) as f32,
             tied,
             activation,
             attention_scale: (1.0 / scalar.sqrt()) as f32,
-            attention_softcap: keys.number("attn_logit_softcapping")?.map(|c| c as f32),
-            final_softcap: keys.number("final_logit_softcapping")?.map(|c| c as f32),
+            attention_softcap: keys.positive("attn_logit_softcapping")?.map(|c| c as f32),
+            final_softcap: keys.positive("final_logit_softcapping")?.map(|c| c as f32),
             embedding_scale: if family.scaled_embeddings { (hidden as f32).sqrt() } else { 1.0 },
             qkv_bias: attention_bias || family.biases == Biases::Qkv,
             o_bias: attention_bias && family.biases == Biases::Config,

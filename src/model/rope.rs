@@ -38,11 +38,16 @@ pub fn parse(
     head_dim: usize,
     max_positions: usize,
 ) -> Result<Vec<Rope>, ConfigError> {
-    let object = |key: &str| config.get(key).filter(|v| v.is_object());
+    let object = |key: &str| match config.get(key).filter(|v| !v.is_null()) {
+        Some(v) if !v.is_object() => {
+            Err(ConfigError::Value { key: key.into(), found: v.to_string(), wanted: "an object is needed".into() })
+        }
+        found => Ok(found),
+    };
     let number = |key: &str| config.get(key).and_then(Value::as_f64);
     let theta = number("rope_theta").unwrap_or(family.defaults.rope_theta);
     // Configs written before transformers 5 say `rope_scaling`, later ones `rope_parameters`.
-    let parameters = object("rope_scaling").or(object("rope_parameters"));
+    let parameters = object("rope_scaling")?.or(object("rope_parameters")?);
     let nested = parameters.filter(|p| p.get("full_attention").is_some() || p.get("sliding_attention").is_some());
     let shape = Shape {
         head_dim,
@@ -80,7 +85,14 @@ fn one(parameters: Option<&Value>, theta: f64, shape: &Shape) -> Result<Rope, Co
     };
     let need = |key: &str| number(key).filter(|n| *n > 0.0).ok_or_else(|| bad(key, "a positive number is needed"));
     let theta = number("rope_theta").unwrap_or(theta);
-    let partial = shape.partial.or_else(|| number("partial_rotary_factor")).unwrap_or(1.0);
+    if !(theta > 1.0 && theta.is_finite()) {
+        return Err(ConfigError::Value {
+            key: "rope_theta".into(),
+            found: theta.to_string(),
+            wanted: "a number above 1 is needed".into(),
+        });
+    }
+    let partial = shape.partial.or_else(|| number("partial_rotary_factor")).unwrap_or(1.0).clamp(0.0, 1.0);
     let dim = (shape.head_dim as f64 * partial) as usize / 2 * 2;
     let base: Vec<f64> = (0..dim / 2).map(|i| theta.powf(-2.0 * i as f64 / dim as f64)).collect();
     let original =

@@ -80,10 +80,11 @@ impl Curvature {
             if let Some(u) = inverse_factor(&lower, n) {
                 break u;
             }
-            damp += options.damp_auto_increment.max(1e-3);
-            if damp >= 1.0 {
+            let next = damp + options.damp_auto_increment.max(1e-3);
+            if next >= 1.0 {
                 return Err(NotPositive { tried: damp });
             }
+            damp = next;
         };
         let h = match options.sweeps {
             0 => Vec::new(),

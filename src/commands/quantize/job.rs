@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Context, Error, Result};
+use anyhow::{Context, Error, Result, bail};
+use half::f16;
+use rayon::prelude::*;
 
 use super::modules::Modules;
 use super::work::{ModuleReport, Work};
@@ -17,11 +19,10 @@ use crate::model::ModelError;
 use crate::model::block::{Block, Linear, Stage};
 use crate::pack::gptq::{Packed, Version, pack};
 use crate::quantize::gptq::{Curvature, GptqOptions, NotPositive, gptq};
-use crate::quantize::grid::Grid;
 use crate::quantize::rtn::rtn;
 use crate::quantize::{Quantized, Report};
 use crate::recipe::Method;
-use crate::scheme::Scheme;
+use crate::scheme::{GroupSize, Scheme};
 
 /// One quantization run.
 pub struct Job<'a> {
@@ -66,9 +67,7 @@ impl<'a> Job<'a> {
     /// Quantizes a block whose inputs need not be seen.
     pub fn without_data(&mut self, block: &Block) -> Result<()> {
         if !self.restore(block)? {
-            for linear in block.all_linears() {
-                self.linear(linear, None, &mut Vec::new())?;
-            }
+            self.linears(&block.all_linears().collect::<Vec<_>>(), None)?;
         }
         self.finished(block)
     }
@@ -84,32 +83,26 @@ impl<'a> Job<'a> {
         Ok(true)
     }
 
-    /// Quantizes one linear; curvatures are shared by linears of a stage that agree on the group size.
-    fn linear(
-        &mut self,
-        linear: &Linear,
-        inputs: Option<&Inputs>,
-        shared: &mut Vec<(Scheme, Result<Curvature, NotPositive>)>,
-    ) -> Result<Matrix> {
+    /// Quantizes linears that share their inputs.
+    fn linears(&mut self, linears: &[&Linear], inputs: Option<&Inputs>) -> Result<Vec<Matrix>> {
         interrupt::check()?;
-        let Some(scheme) = self.modules.scheme(&linear.path) else { return Ok(linear.weight.clone()) };
-        let weight = linear.weight.weight().to_f32();
         let began = Instant::now();
-        let ((quantized, report), method, damp) = match self.method {
-            Method::Rtn { grid, .. } => (
-                rtn(&weight, linear.rows, linear.cols, inputs.map(|i| &i.gram), scheme, *grid),
-                "rtn".to_string(),
-                None,
-            ),
-            Method::Gptq { options, .. } => {
-                let inputs = inputs.context("GPTQ without calibration")?;
-                let options = GptqOptions { scheme, ..options.clone() };
-                gptq_or_fallback(&weight, linear, inputs, &options, shared)
-            }
-        };
+        let schemes: Vec<Option<Scheme>> = linears.iter().map(|linear| self.modules.scheme(&linear.path)).collect();
+        let solved = solve(self.method, linears, &schemes, inputs)?;
         self.seconds_quantizing += began.elapsed().as_secs_f64();
+        linears.iter().zip(solved).map(|(linear, solved)| self.keep(linear, solved, inputs)).collect()
+    }
+
+    /// Packs a solution, notes it, and gives the weight that goes on with the calibration: what is stored.
+    fn keep(&mut self, linear: &Linear, solved: Option<Solved>, inputs: Option<&Inputs>) -> Result<Matrix> {
+        let Some(Solved { scheme, solution: (quantized, report), method, damp }) = solved else {
+            return Ok(linear.weight.clone());
+        };
         if !report.loss.is_finite() {
             return Err(ModelError::NonFinite { path: linear.path.clone() }.into());
+        }
+        if quantized.scales.iter().any(|s| s.to_f32().abs() >= f16::MAX.to_f32()) {
+            bail!("module `{}`: its weights are too large for the f16 scales of a GPTQ artifact", linear.path);
         }
         let packed = pack(&quantized, self.version).with_context(|| format!("module `{}`", linear.path))?;
         let matrix = self.backend.load(packed.to_weight())?;
@@ -121,43 +114,57 @@ impl<'a> Job<'a> {
             sym: scheme.sym,
             loss: report.loss,
             damp_percent: damp,
-            dead_channels: inputs
-                .map(|i| &i.gram)
-                .map_or(0, |g| (0..g.n).filter(|i| g.lower[i * g.n + i] == 0.0).count()),
+            dead_channels: inputs.map_or(0, |i| i.gram.dead()),
         });
         self.current.push((linear.path.clone(), packed));
         Ok(matrix)
     }
 }
 
-type Outcome = ((Quantized, Report), String, Option<f64>);
+/// What a quantizer made of one linear.
+struct Solved {
+    scheme: Scheme,
+    solution: (Quantized, Report),
+    /// See [`ModuleReport::method`].
+    method: String,
+    damp: Option<f64>,
+}
 
-fn gptq_or_fallback(
-    weight: &[f32],
-    linear: &Linear,
-    inputs: &Inputs,
-    options: &GptqOptions,
-    shared: &mut Vec<(Scheme, Result<Curvature, NotPositive>)>,
-) -> Outcome {
-    let agrees = |scheme: &Scheme| scheme.group_size == options.scheme.group_size;
-    let at = match shared.iter().position(|(scheme, _)| agrees(scheme)) {
-        Some(at) => at,
-        None => {
-            shared.push((options.scheme, Curvature::new(&inputs.gram, inputs.drift.as_ref(), options)));
-            shared.len() - 1
-        }
-    };
-    match &shared[at].1 {
-        Ok(curvature) => (gptq(weight, linear.rows, curvature, options), "gptq".into(), Some(curvature.damp_percent)),
-        Err(why) => {
-            let grid = if options.grid == Grid::MaxAbs { Grid::MaxAbs } else { Grid::Hessian };
-            (
-                rtn(weight, linear.rows, linear.cols, Some(&inputs.gram), options.scheme, grid),
-                format!("rtn: {why}"),
-                None,
-            )
+/// Codes and scales of linears that share their inputs; `None` for those left in floating point.
+fn solve(
+    method: &Method,
+    linears: &[&Linear],
+    schemes: &[Option<Scheme>],
+    inputs: Option<&Inputs>,
+) -> Result<Vec<Option<Solved>>> {
+    // One Hessian serves all linears that agree on the group size, which decides the order of columns.
+    let mut curvatures: Vec<(GroupSize, Result<Curvature, NotPositive>)> = Vec::new();
+    if let Method::Gptq { options, .. } = method {
+        let Inputs { gram, drift } = inputs.context("GPTQ without calibration")?;
+        for &scheme in schemes.iter().flatten() {
+            if !curvatures.iter().any(|(size, _)| *size == scheme.group_size) {
+                let options = GptqOptions { scheme, ..options.clone() };
+                curvatures.push((scheme.group_size, Curvature::new(gram, drift.as_ref(), &options)));
+            }
         }
     }
+    let one = |(linear, scheme): (&&Linear, &Option<Scheme>)| {
+        let scheme = (*scheme)?;
+        let weight = linear.weight.weight().to_f32();
+        let gram = inputs.map(|i| &i.gram);
+        let curvature = curvatures.iter().find(|(size, _)| *size == scheme.group_size).map(|(_, c)| c);
+        let round = || rtn(&weight, linear.rows, linear.cols, gram, scheme, method.grid());
+        let (solution, name, damp) = match (method, curvature) {
+            (Method::Gptq { options, .. }, Some(Ok(curvature))) => {
+                let options = GptqOptions { scheme, ..options.clone() };
+                (gptq(&weight, linear.rows, curvature, &options), "gptq".into(), Some(curvature.damp_percent))
+            }
+            (_, Some(Err(why))) => (round(), format!("rtn: {why}"), None),
+            (_, _) => (round(), "rtn".into(), None),
+        };
+        Some(Solved { scheme, solution, method: name, damp })
+    };
+    Ok(linears.par_iter().zip(schemes).map(one).collect())
 }
 
 impl Quantizing for Job<'_> {
@@ -180,8 +187,7 @@ impl Quantizing for Job<'_> {
     }
 
     fn quantize(&mut self, block: &Block, stage: Stage, inputs: &Inputs) -> Result<Vec<Matrix>> {
-        let mut shared = Vec::new();
-        block.linears(stage).into_iter().map(|linear| self.linear(linear, Some(inputs), &mut shared)).collect()
+        self.linears(&block.linears(stage), Some(inputs))
     }
 
     fn finished(&mut self, block: &Block) -> Result<()> {
@@ -205,6 +211,7 @@ mod tests {
     use crate::backend::Gram;
     use crate::backend::cpu::Cpu;
     use crate::backend::weight::Dense;
+    use crate::quantize::grid::Grid;
     use crate::quantize::order::Order;
     use crate::scheme::GroupSize;
     use crate::tensor::{Bytes, Dtype};
@@ -232,12 +239,13 @@ mod tests {
             gram.tokens = 8;
             (0..n).for_each(|i| gram.lower[i * n + i] = if i == 3 { sign } else { 1.0 });
             let inputs = Inputs { gram, drift: None };
-            gptq_or_fallback(&weight, &linear, &inputs, &options, &mut Vec::new())
+            let method = Method::Gptq { options: options.clone(), true_sequential: true, drift_correction: false };
+            solve(&method, &[&linear], &[Some(scheme)], Some(&inputs)).unwrap().remove(0).unwrap()
         };
-        let (_, method, damping) = quantized(1.0);
+        let Solved { method, damp: damping, .. } = quantized(1.0);
         assert_eq!((method.as_str(), damping), ("gptq", Some(0.05)));
-        let ((codes, report), method, damping) = quantized(-100.0);
-        assert_eq!(method, "rtn: the Hessian is not positive definite even with damping 1.05");
+        let Solved { solution: (codes, report), method, damp: damping, .. } = quantized(-100.0);
+        assert_eq!(method, "rtn: the Hessian is not positive definite even with damping 0.85");
         assert_eq!(damping, None);
         assert!(report.loss.is_finite());
         assert_eq!(codes, rtn(&weight, n, n, None, scheme, Grid::MaxAbs).0);
