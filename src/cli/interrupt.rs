@@ -4,6 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use thiserror::Error;
 
+use crate::cli::print::to_stderr;
+
 static ASKED: AtomicBool = AtomicBool::new(false);
 
 /// The user asked to stop.
@@ -18,6 +20,7 @@ pub fn listen() {
         if ASKED.swap(true, Ordering::SeqCst) {
             std::process::exit(130);
         }
+        to_stderr("stopping after the step at hand; once more stops at once");
     };
     // Without a handler Ctrl-C still ends the process; it is only less tidy.
     let _ = ctrlc::set_handler(handler);

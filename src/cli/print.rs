@@ -48,11 +48,24 @@ impl Printer {
 
     /// Progress over `total` steps of `what`.
     pub fn steps(&self, what: &str, total: u64) -> Steps {
+        self.bar(what, total, "{prefix:>12} {bar:32} {pos}/{len} {eta:>5} {msg}")
+    }
+
+    /// Progress of a file of `total` bytes; one line in CI.
+    pub fn transfer(&self, file: &str, total: u64) -> Steps {
+        let bar = self.bar(file, total, "{prefix} {bar:32} {bytes}/{total_bytes} {bytes_per_sec} {eta:>5}");
+        if bar.bar.is_none() {
+            self.note(format!("fetching {file} ({})", bytes(total)));
+        }
+        bar
+    }
+
+    fn bar(&self, what: &str, total: u64, template: &str) -> Steps {
         let terminal = io::stderr().is_terminal() && !self.quiet;
         let bar = terminal.then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-            // The template is a constant; if it did not parse, the default bar would serve as well.
-            if let Ok(style) = ProgressStyle::with_template("{prefix:>12} {bar:32} {pos}/{len} {eta:>5} {msg}") {
+            // Templates are constants; if one did not parse, the default bar would serve as well.
+            if let Ok(style) = ProgressStyle::with_template(template) {
                 bar.set_style(style);
             }
             bar.set_prefix(what.to_string());

@@ -54,11 +54,19 @@ pub fn locate(args: &ModelArgs, printer: Printer) -> Result<Located> {
     if !path.exists() && hub::looks_like_id(spec) {
         let mut options = HubOptions::from_env()?;
         options.revision = Some(args.revision.clone());
-        let mut fetched = 0;
+        let (mut bar, mut size, mut done, mut fetched) = (None, 0, 0, 0);
         let dir = hub::fetch(spec, &options, &mut |event| match event {
-            HubEvent::FileStarted { name, bytes: size } => printer.note(format!("fetching {name} ({})", bytes(size))),
-            HubEvent::Bytes(more) => fetched += more,
-            HubEvent::FileDone { .. } => {}
+            HubEvent::FileStarted { name, bytes } => {
+                (size, done) = (bytes, 0);
+                bar = Some(printer.transfer(&name, bytes));
+            }
+            HubEvent::Bytes(more) => {
+                (done, fetched) = (done + more, fetched + more);
+                if let Some(bar) = &mut bar {
+                    bar.set(done, size);
+                }
+            }
+            HubEvent::FileDone { .. } => bar = None,
         })?;
         if fetched > 0 {
             printer.note(format!("fetched {} of {spec}", bytes(fetched)));
