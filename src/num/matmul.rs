@@ -8,6 +8,8 @@ use rayon::prelude::*;
 
 /// Output columns per task: small enough to share narrow layers over cores, wide enough for the kernels.
 const TILE: usize = 192;
+/// Rows of a Gram matrix per task.
+const BAND: usize = TILE / 2;
 /// Output rows per task.
 const CHUNK: usize = 1024;
 
@@ -112,14 +114,13 @@ pub fn linear(
 /// calls f64.
 pub fn add_gram(x: &[f32], t: usize, k: usize, acc: &mut [f64]) {
     assert!(x.len() == t * k && acc.len() == k * k);
-    let x = View::new(x, t, k, k);
-    acc.par_chunks_mut(TILE * k).enumerate().for_each_init(Vec::new, |buffer: &mut Vec<f32>, (i, band)| {
-        let rows = i * TILE..i * TILE + band.len() / k;
+    // Lower bands are longer; taking them first leaves the short ones to fill gaps.
+    acc.par_chunks_mut(BAND * k).enumerate().rev().for_each_init(Vec::new, |buffer: &mut Vec<f32>, (i, band)| {
+        let rows = i * BAND..i * BAND + band.len() / k;
         for start in (0..rows.end).step_by(TILE) {
             let cols = start..(start + TILE).min(rows.end);
             buffer.resize(rows.len() * cols.len(), 0.0);
-            let sub = |r: &Range<usize>| View { data: &x.data[r.start..], cols: r.len(), ..x };
-            product(buffer, cols.len(), false, 1.0, sub(&rows).t(), sub(&cols));
+            product(buffer, cols.len(), false, 1.0, columns(x, t, k, &rows).t(), columns(x, t, k, &cols));
             for (r, line) in buffer.chunks_exact(cols.len()).enumerate() {
                 for (a, b) in band[r * k + cols.start..].iter_mut().zip(line) {
                     *a += *b as f64;
@@ -129,14 +130,18 @@ pub fn add_gram(x: &[f32], t: usize, k: usize, acc: &mut [f64]) {
     });
 }
 
+/// Columns `range` of a row-major `t` x `k` matrix.
+fn columns<'a>(x: &'a [f32], t: usize, k: usize, range: &Range<usize>) -> View<'a> {
+    View::new(x.get(range.start..).unwrap_or_default(), t, range.len(), k)
+}
+
 /// Adds X'Y to `acc` (`k` x `k`, row-major) for `t` rows of `x` and `y`.
 pub fn add_cross(x: &[f32], y: &[f32], t: usize, k: usize, acc: &mut [f32]) {
     assert!(x.len() == t * k && y.len() == t * k && acc.len() == k * k);
     let y = View::new(y, t, k, k);
-    acc.par_chunks_mut(TILE / 2 * k).enumerate().for_each(|(i, band)| {
-        let rows = band.len() / k;
-        let x = View { data: &x[i * TILE / 2..], rows: t, cols: rows, row: k, col: 1 };
-        product(band, k, true, 1.0, x.t(), y);
+    acc.par_chunks_mut(BAND * k).enumerate().for_each(|(i, band)| {
+        let rows = i * BAND..i * BAND + band.len() / k;
+        product(band, k, true, 1.0, columns(x, t, k, &rows).t(), y);
     });
 }
 
