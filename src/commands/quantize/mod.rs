@@ -4,6 +4,7 @@
 mod artifact;
 mod job;
 mod modules;
+mod summary;
 mod work;
 
 use std::fs;
@@ -12,7 +13,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::open::{Located, Measurement, Runnable, check_measurement, corpus, locate, open, perplexity};
 use crate::backend::cpu::Cpu;
@@ -20,7 +21,7 @@ use crate::calibrate::corpus::{Corpus, CorpusError, Sampling, windows};
 use crate::calibrate::driver;
 use crate::cli::args::{CalibrationArgs, GptqArgs, ModelArgs, OutputArgs, RtnArgs, SamplingArg, SchemeArgs};
 use crate::cli::exit::{self, CheckFailed};
-use crate::cli::print::{Printer, bytes};
+use crate::cli::print::Printer;
 use crate::evaluate::perplexity::{Perplexity, peak_rss_bytes};
 use crate::evaluate::windows::Convention;
 use crate::format::atomic::{OutputFolder, require_space};
@@ -37,6 +38,7 @@ use crate::recipe::{CalibrationRecord, Method, Recipe};
 use crate::scheme::{GroupSize, Scheme};
 use job::Job;
 use modules::Modules;
+use summary::Summary;
 use work::Work;
 
 pub fn gptq(args: &GptqArgs, printer: Printer) -> Result<()> {
@@ -408,78 +410,6 @@ impl Run<'_> {
 
     fn measure(&self, runnable: &Runnable, text: &Corpus, what: &str) -> Result<Perplexity> {
         Ok(perplexity(runnable, &self.measurement(runnable, text), what, self.printer)?.result)
-    }
-}
-
-/// What the run made.
-struct Summary {
-    target: PathBuf,
-    source: u64,
-    size: u64,
-    modules: Modules,
-    reports: Vec<work::ModuleReport>,
-    seconds: Value,
-}
-
-impl Summary {
-    fn fallbacks(&self) -> Vec<&work::ModuleReport> {
-        self.reports.iter().filter(|r| r.method.starts_with("rtn:")).collect()
-    }
-
-    /// Stored bits per weight of the quantized linears, scales and zero points included.
-    fn effective_bits(&self) -> f64 {
-        let (mut bits, mut weights) = (0.0, 0.0);
-        for module in &self.modules.modules {
-            let Some(scheme) = module.scheme else { continue };
-            let groups = scheme.group_size.count(module.cols) * module.rows;
-            bits += (module.rows * module.cols * scheme.bits as usize
-                + groups * (16 + scheme.bits as usize)
-                + module.cols * 32) as f64;
-            weights += (module.rows * module.cols) as f64;
-        }
-        bits / weights
-    }
-
-    fn lines(&self) -> Vec<String> {
-        let mut lines = vec![format!(
-            "wrote {}: {} (source {}), {:.2} bits per quantized weight",
-            self.target.display(),
-            bytes(self.size),
-            bytes(self.source),
-            self.effective_bits()
-        )];
-        for report in self.fallbacks() {
-            lines.push(format!("{}: fell back to rounding ({})", report.module, &report.method[5..]));
-        }
-        if self.dead_channels() > 0 {
-            // GPTQ does not keep weights that nothing was seen to depend on.
-            let gptq = self.reports.iter().any(|r| r.dead_channels > 0 && r.method == "gptq");
-            lines.push(format!(
-                "{} input channels were zero throughout calibration{}",
-                self.dead_channels(),
-                if gptq { "; their weights are zero now" } else { "" }
-            ));
-        }
-        lines
-    }
-
-    fn dead_channels(&self) -> usize {
-        self.reports.iter().map(|r| r.dead_channels).sum()
-    }
-
-    fn json(&self) -> Value {
-        json!({
-            "out": self.target,
-            "bytes": self.size,
-            "source_bytes": self.source,
-            "effective_bits": self.effective_bits(),
-            "quantized_modules": self.reports.len(),
-            "fallbacks": self.fallbacks().iter().map(|r| json!({"module": r.module, "why": &r.method[5..]})).collect::<Vec<_>>(),
-            "changed_by_shape": self.modules.notes,
-            "dead_channels": self.dead_channels(),
-            "loss": self.reports.iter().map(|r| r.loss).sum::<f64>(),
-            "seconds": self.seconds,
-        })
     }
 }
 
