@@ -6,7 +6,7 @@
 //!                        commands ─ cli        recipe
 //! checkpoint ─► model ─► calibrate ─► quantize ─► pack ─► format ─► engine ─► evaluate ─► report
 //!   hub
-//!                  backend     num     simd     tensor     scheme
+//!                  backend     num     tensor     scheme
 //! ```
 //!
 //! `tests/it/architecture.rs` holds this picture against every `use crate::` line.

@@ -53,14 +53,6 @@ impl Weight {
         }
     }
 
-    /// Bytes the weight holds in memory or in its file.
-    pub fn stored_bytes(&self) -> usize {
-        match self {
-            Weight::Dense(w) => w.bytes.len(),
-            Weight::Gptq(w) => w.qweight.len() * 4 + w.zeros.len() + w.scales.len() * 4 + w.g_idx.len() * 4,
-        }
-    }
-
     /// Writes output channels `rows` as f32, row-major, into `out`.
     pub fn panel(&self, rows: Range<usize>, out: &mut [f32]) {
         match self {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
+use rayon::prelude::*;
 use serde_json::Value;
 use thiserror::Error;
 
@@ -15,6 +16,9 @@ use crate::model::tokenizer::{BosRule, Tokenizer, TokenizerError, text_sha256};
 const CALIBRATION: &str = include_str!("../../calib/calibration.txt");
 /// Text shipped for measurements, which calibration never sees.
 const HELDOUT: &str = include_str!("../../calib/heldout.txt");
+
+/// Documents tokenized side by side.
+const AT_ONCE: usize = 256;
 
 /// What can be wrong with a corpus.
 #[derive(Debug, Error)]
@@ -107,18 +111,36 @@ impl Corpus {
     /// the document ends with an EOS already (chat templates write their own). A .txt file is one document and
     /// is tokenized in one piece.
     pub fn tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, CorpusError> {
+        self.first_tokens(tokenizer, usize::MAX)
+    }
+
+    /// As [`Corpus::tokens`], but documents after the first `enough` tokens are not looked at.
+    pub fn first_tokens(&self, tokenizer: &Tokenizer, enough: usize) -> Result<Vec<u32>, CorpusError> {
         let mut stream: Vec<u32> = Vec::new();
-        for document in &self.documents {
-            let ended = stream.last().is_none_or(|last| tokenizer.eos().contains(last));
-            if let (false, Some(&eos)) = (ended, tokenizer.eos().first()) {
-                stream.push(eos);
+        for documents in self.documents.chunks(AT_ONCE) {
+            if stream.len() >= enough {
+                break;
             }
-            stream.extend(tokenizer.encode(document)?);
+            let encoded: Vec<Vec<u32>> =
+                documents.par_iter().map(|document| tokenizer.encode(document)).collect::<Result<_, _>>()?;
+            for tokens in encoded {
+                let ended = stream.last().is_none_or(|last| tokenizer.eos().contains(last));
+                if let (false, Some(&eos)) = (ended, tokenizer.eos().first()) {
+                    stream.push(eos);
+                }
+                stream.extend(tokens);
+            }
         }
         if stream.is_empty() {
             return Err(CorpusError::Empty { name: self.name.clone() });
         }
         Ok(stream)
+    }
+
+    /// All documents as one text for measurements, a blank line between them, as the papers join the rows of
+    /// a data set.
+    pub fn text(&self) -> String {
+        self.documents.join("\n\n")
     }
 }
 

@@ -31,14 +31,15 @@ pub fn snapshot(dir: &Path) -> Result<PathBuf, CheckpointError> {
     }
 }
 
-/// Finds the safetensors files: one, or those that an index names.
+/// Finds the safetensors files: `model.safetensors`, or those that an index names, or the only one.
 pub fn shards(dir: &Path) -> Result<Shards, CheckpointError> {
     let index = dir.join("model.safetensors.index.json");
-    if index.exists() {
-        return indexed(dir, &index);
-    }
+    // In this order, as transformers does: a model saved over a folder of shards leaves a stale index.
     if dir.join("model.safetensors").exists() {
         return Ok(Shards { files: vec!["model.safetensors".into()], weight_map: BTreeMap::new() });
+    }
+    if index.exists() {
+        return indexed(dir, &index);
     }
     let files: Vec<String> = list(dir)?.into_iter().filter(|f| f.ends_with(".safetensors")).collect();
     match files.len() {

@@ -30,16 +30,18 @@ pub fn non_finite(tensors: &BTreeMap<String, Entry>) -> Vec<NonFinite> {
 
 /// A float is NaN or infinite when all its exponent bits are set.
 fn search(dtype: Dtype, bytes: &[u8]) -> Option<(usize, usize)> {
-    let positions: Vec<usize> = match dtype {
+    match dtype {
         Dtype::F32 => bad(bytes
             .chunks_exact(4)
             .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) & 0x7F80_0000 == 0x7F80_0000)),
         Dtype::F16 => bad(bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7C00 == 0x7C00)),
         _ => bad(bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7F80 == 0x7F80)),
-    };
-    positions.first().map(|&first| (first, positions.len()))
+    }
 }
 
-fn bad(flags: impl Iterator<Item = bool>) -> Vec<usize> {
-    flags.enumerate().filter_map(|(i, bad)| bad.then_some(i)).collect()
+/// The first set flag and how many there are.
+fn bad(flags: impl Iterator<Item = bool>) -> Option<(usize, usize)> {
+    let mut positions = flags.enumerate().filter_map(|(i, bad)| bad.then_some(i));
+    let first = positions.next()?;
+    Some((first, 1 + positions.count()))
 }

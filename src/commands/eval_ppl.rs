@@ -6,11 +6,15 @@ use super::open::{Measurement, corpus, locate, open, perplexity};
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::PplArgs;
 use crate::cli::print::Printer;
+use crate::model::tokenizer::BosMode;
 
 pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     let located = locate(&args.model, printer)?;
     let runnable = open(&located.dir, printer)?;
     let corpus = corpus(args.text.as_deref(), Corpus::heldout, runnable.model.checkpoint())?;
+    if args.bos == BosMode::Auto {
+        printer.note(format!("BOS: {}", runnable.tokenizer.bos_evidence()));
+    }
     let how = Measurement {
         corpus: &corpus,
         convention: args.convention,

@@ -131,7 +131,10 @@ fn settle(runnable: &Runnable, how: &Measurement) -> Result<(usize, BosRule, Vec
         None => how.convention.default_window().min(context),
     };
     let bos = how.bos.settle(tokenizer, model.config.family.needs_bos, how.convention.bos_habit())?;
-    Ok((window, bos, how.corpus.tokens(tokenizer)?))
+    if how.convention == Convention::LmEval && how.corpus.documents.len() > 1 {
+        bail!("lmeval scores documents one by one: give one document as plain text");
+    }
+    Ok((window, bos, tokenizer.encode(&how.corpus.text())?))
 }
 
 /// Refuses a measurement that [`perplexity`] would refuse, without running the model.
@@ -145,7 +148,7 @@ pub fn check_measurement(runnable: &Runnable, how: &Measurement) -> Result<()> {
 pub fn perplexity(runnable: &Runnable, how: &Measurement, what: &str, printer: Printer) -> Result<Measured> {
     let Runnable { model, tokenizer, .. } = runnable;
     let (window, bos, tokens) = settle(runnable, how)?;
-    let text = how.corpus.documents.join("\n");
+    let text = how.corpus.text();
     let device = model.backend().device();
     let request = Request {
         text: &text,

@@ -54,10 +54,6 @@ impl Sampler {
         Ok(Self { options, rng: ChaCha8Rng::seed_from_u64(options.seed) })
     }
 
-    pub fn options(&self) -> &SamplerOptions {
-        &self.options
-    }
-
     /// The next token.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, SamplerError> {
         if self.options.temperature == 0.0 {

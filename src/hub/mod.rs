@@ -110,7 +110,7 @@ fn offline(id: &str, revision: &str, options: &HubOptions, store: &Store) -> Res
     if !dir.join(CONFIG).exists() {
         return Err(missing(CONFIG));
     }
-    let shards = if dir.join(INDEX).exists() {
+    let shards = if dir.join(INDEX).exists() && !dir.join(select::SINGLE).exists() {
         select::shards(id, &dir.join(INDEX))?
     } else {
         match select::weights(id, &cache::names(&dir)?) {

@@ -27,14 +27,14 @@ pub fn checked(id: &str, names: Vec<String>) -> Result<Vec<String>, HubError> {
     Ok(names.into_iter().filter(|name| seen.insert(name.clone())).collect())
 }
 
-/// Finds the weights as `Checkpoint::open` will: an index, else `model.safetensors`, else the only one.
+/// Finds the weights as `Checkpoint::open` will: `model.safetensors`, else an index, else the only one.
 pub fn weights(id: &str, names: &[String]) -> Result<Weights, HubError> {
     let listed = |name: &str| names.iter().any(|n| n == name);
-    if listed(INDEX) {
-        return Ok(Weights::Indexed);
-    }
     if listed(SINGLE) {
         return Ok(Weights::One(SINGLE.into()));
+    }
+    if listed(INDEX) {
+        return Ok(Weights::Indexed);
     }
     let here: Vec<&String> = names.iter().filter(|n| !n.contains('/')).collect();
     let found: Vec<&&String> = here.iter().filter(|n| n.ends_with(".safetensors")).collect();

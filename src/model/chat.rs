@@ -110,11 +110,6 @@ impl ChatTemplate {
         }
     }
 
-    /// Where the template was found.
-    pub fn origin(&self) -> &str {
-        &self.origin
-    }
-
     /// The conversation as the model was trained to read it. With `add_generation_prompt` it ends where the
     /// assistant's next turn begins.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, ChatError> {

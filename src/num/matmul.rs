@@ -25,8 +25,11 @@ pub struct View<'a> {
 
 impl<'a> View<'a> {
     /// A row-major matrix whose rows start `stride` elements apart.
+    ///
+    /// # Panics
+    /// If `data` does not hold it.
     pub fn new(data: &'a [f32], rows: usize, cols: usize, stride: usize) -> Self {
-        assert!(rows == 0 || cols == 0 || data.len() >= (rows - 1) * stride + cols);
+        assert!(extent(rows, cols, stride).is_some_and(|n| n <= data.len()));
         Self { data, rows, cols, row: stride, col: 1 }
     }
 
@@ -36,11 +39,16 @@ impl<'a> View<'a> {
     }
 }
 
+/// Elements that a row-major matrix spans; `None` if that is more than can be counted.
+fn extent(rows: usize, cols: usize, stride: usize) -> Option<usize> {
+    if rows == 0 || cols == 0 { Some(0) } else { (rows - 1).checked_mul(stride)?.checked_add(cols) }
+}
+
 /// `out = out * keep + scale * a * b` for a row-major `out` whose rows start `stride` elements apart, with
 /// `keep` 1 or 0.
 pub fn product(out: &mut [f32], stride: usize, keep: bool, scale: f32, a: View, b: View) {
     assert_eq!(a.cols, b.rows);
-    assert!(a.rows == 0 || out.len() >= (a.rows - 1) * stride + b.cols);
+    assert!(stride >= b.cols && extent(a.rows, b.cols, stride).is_some_and(|n| n <= out.len()));
     // SAFETY: the assertions above and in `View::new` keep every element inside its slice, and `out` is
     // borrowed exclusively.
     unsafe { raw(out.as_mut_ptr(), stride, keep, scale, a, b) }
@@ -93,7 +101,7 @@ pub fn linear(
     panel: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
     out: &mut [f32],
 ) {
-    assert!(x.len() == t * k && out.len() == t * n);
+    assert!(Some(x.len()) == t.checked_mul(k) && Some(out.len()) == t.checked_mul(n));
     let tile = if t < CHUNK { TILE / 2 } else { TILE };
     let (down, across) = (t.div_ceil(CHUNK), n.div_ceil(tile));
     let shared = Shared(out.as_mut_ptr());
@@ -197,5 +205,17 @@ mod tests {
                 assert!((acc[i * k + j] - want).abs() < 1e-4);
             }
         }
+    }
+
+    #[test]
+    #[should_panic]
+    fn extents_that_overflow_are_refused() {
+        View::new(&[0.0], 2, 2, usize::MAX);
+    }
+
+    #[test]
+    #[should_panic]
+    fn sizes_that_overflow_are_refused() {
+        linear(&[], 1 << 32, 0, 1 << 32, &|_, _| (), &mut []);
     }
 }

@@ -87,3 +87,16 @@ fn demo_checkpoint() {
     let model = open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("calib/demo/target"));
     close(&logits(&model, &tokens), &wanted, 1e-3, "demo");
 }
+
+/// A model saved over a folder of shards leaves their index behind; transformers reads the single file.
+#[test]
+fn a_single_file_outranks_a_stale_index() {
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixture(&format!("families/llama/{file}")), dir.path().join(file)).unwrap();
+    }
+    let index = "model.safetensors.index.json";
+    std::fs::copy(fixture(&format!("families/llama_sharded/{index}")), dir.path().join(index)).unwrap();
+    let files = Checkpoint::open(dir.path()).unwrap().files().to_vec();
+    assert_eq!(files.iter().map(|f| &**f).collect::<Vec<_>>(), ["model.safetensors"]);
+}

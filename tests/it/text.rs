@@ -414,6 +414,19 @@ fn corpora_from_files() {
 }
 
 #[test]
+fn documents_beyond_what_is_needed_are_not_tokenized() {
+    let tokenizer = Tokenizer::load(&demo()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("many.jsonl");
+    std::fs::write(&path, "{\"text\": \"a whale\"}\n".repeat(600)).unwrap();
+    let corpus = Corpus::read(&path, None).unwrap();
+    let (all, some) = (corpus.tokens(&tokenizer).unwrap(), corpus.first_tokens(&tokenizer, 20).unwrap());
+    assert!(some.len() >= 20 && some.len() < all.len());
+    assert_eq!(some[..], all[..some.len()]);
+    assert_eq!(corpus.text().matches("a whale\n\na whale").count(), 300, "joined by blank lines");
+}
+
+#[test]
 fn bad_corpora_are_told_by_line() {
     let message = |name: &str, content: &[u8]| corpus(name, content).unwrap_err().to_string();
     let text = message("a.jsonl", b"{\"text\": \"ok\"}\n{\"text\": }\n");

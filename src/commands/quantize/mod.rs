@@ -318,7 +318,12 @@ impl Run<'_> {
             SamplingArg::InOrder => (Sampling::InOrder, "in-order".to_string()),
             SamplingArg::Random => (Sampling::Random { seed: args.seed }, format!("random, seed {}", args.seed)),
         };
-        let tokens = corpus.tokens(tokenizer)?;
+        let tokens = match sampling {
+            Sampling::InOrder => {
+                corpus.first_tokens(tokenizer, args.nsamples.unwrap_or(128).saturating_mul(seqlen).saturating_add(1))?
+            }
+            Sampling::Random { .. } => corpus.tokens(tokenizer)?,
+        };
         let windows = match (windows(&tokens, args.nsamples.unwrap_or(128), seqlen, sampling, bos), args.nsamples) {
             // Nobody asked for 128: take what there is.
             (Err(CorpusError::TooShort { fits, .. }), None) if fits > 0 => {
