@@ -2,8 +2,6 @@
 //! block is quantized from the inputs it really gets and the quantized weights carry the pass on. Beside it
 //! the windows can go through the original model, to tell how far the inputs have drifted.
 
-use std::collections::BTreeMap;
-
 use crate::backend::{DeviceError, Drift, Gram, Matrix, spans_of};
 use crate::model::block::{Block, Chunk, Stage};
 use crate::model::{Model, ModelError};
@@ -46,19 +44,16 @@ pub struct Course {
 /// Runs the calibration `windows` through all blocks.
 pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], course: Course, job: &mut Q) -> Result<(), Q::Error> {
     let mut chunks = embed(model, windows)?;
-    let mut originals = if course.drift { chunks.clone() } else { Vec::new() };
+    let count = chunks.len();
+    if course.drift {
+        // They go through the same pass, stage by stage, and stay with the original weights.
+        chunks.extend_from_within(..);
+        chunks[count..].iter_mut().for_each(|chunk| chunk.original = true);
+    }
     for block in &model.blocks {
-        let restored = job.restored(block, Stage::Qkv)?.is_some();
-        let mut seen = BTreeMap::new();
-        block.run::<Q::Error>(model, &mut originals, None, &mut |stage, inputs| {
-            if !restored {
-                seen.insert(stage, inputs.to_vec());
-            }
-            Ok(None)
-        })?;
-        let mut one_stage = |stage, inputs: &[Tensor], job: &mut Q| {
-            let original = seen.remove(&stage).unwrap_or_default();
-            one_stage(model, block, stage, inputs, &original, job)
+        let one_stage = |stage, inputs: &[Tensor], job: &mut Q| {
+            let (inputs, originals) = inputs.split_at(count);
+            one_stage(model, block, stage, inputs, originals, job)
         };
         if course.true_sequential {
             block.run(model, &mut chunks, None, &mut |stage, inputs| one_stage(stage, inputs, job).map(Some))?;
@@ -83,7 +78,7 @@ fn one_stage<Q: Quantizing>(
     block: &Block,
     stage: Stage,
     inputs: &[Tensor],
-    original: &[Tensor],
+    originals: &[Tensor],
     job: &mut Q,
 ) -> Result<Vec<Matrix>, Q::Error> {
     if let Some(weights) = job.restored(block, stage)? {
@@ -98,7 +93,7 @@ fn one_stage<Q: Quantizing>(
         return Err(ModelError::NonFinite { path: format!("the input of {path}") }.into());
     }
     let mut drift = None;
-    for (x, original) in inputs.iter().zip(original) {
+    for (x, original) in inputs.iter().zip(originals) {
         model.backend().add_drift(x, original, drift.get_or_insert_with(|| Drift::new(x.cols)))?;
     }
     job.quantize(block, stage, &Inputs { gram, drift })

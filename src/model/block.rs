@@ -59,10 +59,12 @@ pub struct Block {
 pub struct Chunk {
     pub hidden: Tensor,
     pub spans: Vec<Span>,
+    /// Keeps to the block's own weights, whatever takes their place for others.
+    pub original: bool,
 }
 
 /// Called with the inputs of a stage, one tensor a chunk; what it returns takes the place of the stage's
-/// weights for the rest of the pass.
+/// weights for the rest of the pass, but for original chunks.
 pub type Tap<'a, E> = dyn FnMut(Stage, &[Tensor]) -> Result<Option<Vec<Matrix>>, E> + 'a;
 
 /// Loads what the config says a block has, checking shapes.
@@ -173,9 +175,7 @@ impl Block {
         let [q, k, v] = [&self.q, &self.k, &self.v];
         let mut attended = Vec::with_capacity(chunks.len());
         for (chunk, x) in chunks.iter().zip(inputs) {
-            let apply = |i: usize, linear: &Linear| {
-                backend.linear(&x, swapped.as_ref().map_or(&linear.weight, |s| &s[i]), linear.bias.as_ref())
-            };
+            let apply = |i, linear| apply(backend, chunk, &x, linear, swapped.as_ref().map(|s| &s[i]));
             let (mut q, mut k, v) = (apply(0, q)?, apply(1, k)?, apply(2, v)?);
             backend.rope(
                 &mut q,
@@ -199,10 +199,8 @@ impl Block {
         let inputs = normed(backend, chunks, &self.mlp_norm, config.eps)?;
         let swapped = tap(Stage::GateUp, &inputs)?;
         let mut gated = Vec::with_capacity(chunks.len());
-        for x in inputs {
-            let apply = |i: usize, linear: &Linear| {
-                backend.linear(&x, swapped.as_ref().map_or(&linear.weight, |s| &s[i]), linear.bias.as_ref())
-            };
+        for (chunk, x) in chunks.iter().zip(inputs) {
+            let apply = |i, linear| apply(backend, chunk, &x, linear, swapped.as_ref().map(|s| &s[i]));
             gated.push(backend.gated(&apply(0, &self.gate)?, &apply(1, &self.up)?, config.activation)?);
         }
         let swapped = tap(Stage::Down, &gated)?;
@@ -220,9 +218,8 @@ impl Block {
         norm: Option<&Tensor>,
     ) -> Result<(), E> {
         let backend = model.backend();
-        let weight = swapped.as_ref().map_or(&linear.weight, |s| &s[0]);
         for (chunk, x) in chunks.iter_mut().zip(xs) {
-            let mut y = backend.linear(&x, weight, linear.bias.as_ref())?;
+            let mut y = apply(backend, chunk, &x, linear, swapped.as_ref().map(|s| &s[0]))?;
             if let Some(norm) = norm {
                 y = backend.rms_norm(&y, norm, model.config.eps)?;
             }
@@ -230,6 +227,18 @@ impl Block {
         }
         Ok(())
     }
+}
+
+/// The linear on one chunk, with the weight that goes for it.
+fn apply(
+    backend: &dyn Backend,
+    chunk: &Chunk,
+    x: &Tensor,
+    linear: &Linear,
+    swapped: Option<&Matrix>,
+) -> Result<Tensor, DeviceError> {
+    let weight = swapped.filter(|_| !chunk.original).unwrap_or(&linear.weight);
+    backend.linear(x, weight, linear.bias.as_ref())
 }
 
 fn normed(backend: &dyn Backend, chunks: &[Chunk], weight: &Tensor, eps: f32) -> Result<Vec<Tensor>, DeviceError> {

@@ -85,7 +85,8 @@ impl Model {
         if let Some(&token) = ids.iter().find(|&&id| id as usize >= vocab) {
             return Err(ModelError::Token { token, vocab });
         }
-        Ok(Chunk { hidden: self.backend.embed(&self.embedding, &ids, self.config.embedding_scale)?, spans })
+        let hidden = self.backend.embed(&self.embedding, &ids, self.config.embedding_scale)?;
+        Ok(Chunk { hidden, spans, original: false })
     }
 
     /// Takes a chunk through all blocks; `caches[layer][sequence]`.

@@ -418,7 +418,7 @@ fn documents_beyond_what_is_needed_are_not_tokenized() {
     let tokenizer = Tokenizer::load(&demo()).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("many.jsonl");
-    std::fs::write(&path, "{\"text\": \"a whale\"}\n".repeat(600)).unwrap();
+    fs::write(&path, "{\"text\": \"a whale\"}\n".repeat(600)).unwrap();
     let corpus = Corpus::read(&path, None).unwrap();
     let (all, some) = (corpus.tokens(&tokenizer).unwrap(), corpus.first_tokens(&tokenizer, 20).unwrap());
     assert!(some.len() >= 20 && some.len() < all.len());
