@@ -94,7 +94,7 @@ def main():
     train, held = torch.cat([encode(tok, p) for p in books]), encode(tok, args.books / HELD_OUT)
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        vocab_size=VOCAB, max_position_embeddings=SEQ, rms_norm_eps=1e-5, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=0, eos_token_id=1, initializer_range=0.02, **SHAPES[args.which]))
     for name, module in model.named_modules():

@@ -227,7 +227,7 @@ fn small_shards_make_an_index() {
     assert_eq!(index["metadata"]["total_size"], total);
     assert_eq!(result["bytes"], total);
     assert_eq!(verify_manifest(&scene.path("out")).unwrap(), []);
-    let eval = ["eval", "ppl", "out", "--text", "eval.txt", "--window", "512", "--max-windows", "2", "--json"];
+    let eval = ["eval", "ppl", "out", "--text", "eval.txt", "--window", "256", "--max-windows", "2", "--json"];
     assert_eq!(scene.run(&eval).ok().json()["nll"], result["perplexity_after"]["nll"]);
 }
 

@@ -1,0 +1,38 @@
+//! How much memory a run will take, told before it starts.
+
+use crate::model::Model;
+use crate::model::block::Stage;
+use crate::recipe::Method;
+
+/// Bytes of activations, statistics and factors at the widest stage, for `tokens` of calibration; what the
+/// mapped files take is not counted, the system can drop it.
+pub fn estimate(model: &Model, method: &Method, tokens: usize) -> u64 {
+    let course = method.course();
+    let streams = 1 + u64::from(course.drift) + u64::from(!course.true_sequential);
+    let Some(block) = model.blocks.first() else { return 0 };
+    let widths = Stage::ALL.map(|stage| block.linears(stage)[0].cols as u64);
+    // Inputs of a stage, and those of the next, which grow out of them.
+    let stages = widths.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(0);
+    let activations = streams * tokens as u64 * (model.config.hidden as u64 + stages) * 4;
+    let widest = widths.into_iter().max().unwrap_or(0);
+    // f64: Gram matrix, damped copy, factor and its inverse; f32: factor, Hessian, drift in both orders.
+    let per_weight = 4 * 8 + 4 + 4 + if course.drift { 8 } else { 0 };
+    activations + widest * widest * per_weight
+}
+
+/// Bytes that can be had without swapping; `None` where the system does not tell.
+pub fn available() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_system_tells() {
+        assert!(super::available().unwrap() > 1 << 20);
+    }
+}
