@@ -33,8 +33,6 @@ struct Loader {
     act_order: ActOrder,
     /// Whether groups must fill the input channels.
     whole_groups: bool,
-    /// What the input and output channels must be multiples of; output channels must fill words besides.
-    multiples: (usize, usize),
     versions: Versions,
 }
 
@@ -69,7 +67,6 @@ const GPTQMODEL: &[Loader] = &[Loader {
     groups: Some(&[-1, 16, 32, 64, 128, 256, 512, 1024]),
     act_order: ActOrder::Taken,
     whole_groups: false,
-    multiples: (1, 1),
     versions: Versions::AsymmetricV2,
 }];
 
@@ -88,7 +85,6 @@ pub const CONSUMERS: &[Consumer] = &[
                 groups: MARLIN_GROUPS,
                 act_order: ActOrder::ChannelOnly,
                 whole_groups: true,
-                multiples: (1, 1),
                 versions: Versions::Both,
             },
         ],
@@ -98,13 +94,13 @@ pub const CONSUMERS: &[Consumer] = &[
         name: "vllm-0.10",
         title: "vLLM 0.10",
         loaders: &[
-            // quantization/gptq_marlin.py and utils/marlin_utils.py: type map, group sizes, tile sizes.
+            // quantization/gptq_marlin.py and utils/marlin_utils.py: type map, group sizes. Linears off Marlin's
+            // tiles go to the ExLlama kernel of the same loader (kernels/mixed_precision/exllama.py), in f16.
             Loader {
                 pairs: SYM_4_8,
                 groups: MARLIN_GROUPS,
                 act_order: ActOrder::Taken,
                 whole_groups: true,
-                multiples: (128, 64),
                 versions: Versions::Both,
             },
             // quantization/gptq.py (ExLlama): 2, 3, 4, 8 bits; K a multiple of the group, N of whole words.
@@ -114,7 +110,6 @@ pub const CONSUMERS: &[Consumer] = &[
                 groups: None,
                 act_order: ActOrder::Taken,
                 whole_groups: true,
-                multiples: (1, 1),
                 versions: Versions::V1,
             },
         ],
@@ -131,7 +126,6 @@ pub const CONSUMERS: &[Consumer] = &[
                 groups: None,
                 act_order: ActOrder::Taken,
                 whole_groups: true,
-                multiples: (1, 1),
                 versions: Versions::Both,
             },
         ],
@@ -290,11 +284,6 @@ fn complaints(loader: &Loader, plan: &Plan) -> Vec<Complaint> {
         kind.chain(storage_complaints(loader, plan, scheme)).for_each(|why| complain(why, module));
         if loader.whole_groups && k % g != 0 {
             let why = format!("group size {group_size} does not divide {k} input channels; choose a divisor or skip");
-            complain(why, module);
-        }
-        let (inputs, outputs) = loader.multiples;
-        if k % inputs != 0 || n % outputs != 0 {
-            let why = format!("{n} outputs by {k} inputs are not taken; multiples of {outputs} and {inputs} are");
             complain(why, module);
         }
         if !(n * bits as usize).is_multiple_of(32) {
