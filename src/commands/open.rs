@@ -96,6 +96,9 @@ pub fn open(dir: &Path, printer: Printer) -> Result<Runnable> {
     let model = Model::open(opened.source, Arc::new(Cpu))
         .with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
     let tokenizer = Tokenizer::load(model.checkpoint())?;
+    if let Some(warning) = tokenizer.warning() {
+        printer.warn(warning);
+    }
     Ok(Runnable { model, tokenizer, method: opened.method })
 }
 

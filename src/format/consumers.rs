@@ -17,7 +17,7 @@ pub struct Consumer {
     pub name: &'static str,
     /// As people write it.
     pub title: &'static str,
-    /// Ways it can load GPTQ, the fastest first. One is enough.
+    /// Ways it can load GPTQ, the preferred first. The first that takes the base of the config loads everything.
     loaders: &'static [Loader],
     /// Whether q/k/v and gate/up become one linear each, so that they must be quantized alike.
     fuses: bool,
@@ -33,8 +33,6 @@ struct Loader {
     act_order: ActOrder,
     /// Whether groups must fill the input channels.
     whole_groups: bool,
-    /// What the input and output channels must be multiples of; output channels must fill words besides.
-    multiples: (usize, usize),
     versions: Versions,
 }
 
@@ -69,7 +67,6 @@ const GPTQMODEL: &[Loader] = &[Loader {
     groups: Some(&[-1, 16, 32, 64, 128, 256, 512, 1024]),
     act_order: ActOrder::Taken,
     whole_groups: false,
-    multiples: (1, 1),
     versions: Versions::AsymmetricV2,
 }];
 
@@ -88,7 +85,6 @@ pub const CONSUMERS: &[Consumer] = &[
                 groups: MARLIN_GROUPS,
                 act_order: ActOrder::ChannelOnly,
                 whole_groups: true,
-                multiples: (1, 1),
                 versions: Versions::Both,
             },
         ],
@@ -98,13 +94,13 @@ pub const CONSUMERS: &[Consumer] = &[
         name: "vllm-0.10",
         title: "vLLM 0.10",
         loaders: &[
-            // quantization/gptq_marlin.py and utils/marlin_utils.py: type map, group sizes, tile sizes.
+            // quantization/gptq_marlin.py and utils/marlin_utils.py: type map, group sizes. Linears off Marlin's
+            // tiles go to the ExLlama kernel of the same loader (kernels/mixed_precision/exllama.py), in f16.
             Loader {
                 pairs: SYM_4_8,
                 groups: MARLIN_GROUPS,
                 act_order: ActOrder::Taken,
                 whole_groups: true,
-                multiples: (128, 64),
                 versions: Versions::Both,
             },
             // quantization/gptq.py (ExLlama): 2, 3, 4, 8 bits; K a multiple of the group, N of whole words.
@@ -114,7 +110,6 @@ pub const CONSUMERS: &[Consumer] = &[
                 groups: None,
                 act_order: ActOrder::Taken,
                 whole_groups: true,
-                multiples: (1, 1),
                 versions: Versions::V1,
             },
         ],
@@ -131,7 +126,6 @@ pub const CONSUMERS: &[Consumer] = &[
                 groups: None,
                 act_order: ActOrder::Taken,
                 whole_groups: true,
-                multiples: (1, 1),
                 versions: Versions::Both,
             },
         ],
@@ -170,9 +164,12 @@ pub fn parse(name: &str) -> Result<&'static Consumer, UnknownConsumer> {
 /// A GPTQ artifact to come.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// What modules have unless they say otherwise.
+    /// What modules have unless they say otherwise: the base of the config.
     pub scheme: Scheme,
     pub version: Version,
+    /// Attention heads, and those of keys and values.
+    pub heads: usize,
+    pub kv_heads: usize,
     /// Whether `g_idx` will be scattered. Order inside groups, and static groups, leave it as it is.
     pub desc_act: bool,
     /// The linears of the decoder blocks, those left in floating point included.
@@ -213,11 +210,22 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Why `consumer` would refuse or misread the planned artifact; nothing if it takes it. Of several ways to
-/// load it, the one with the fewest complaints speaks.
+/// Why `consumer` would refuse or misread the planned artifact; nothing if it takes it. Engines look at the base
+/// of the config alone to choose a loader, before any rule for modules; that loader must then take them all.
 pub fn check(consumer: &Consumer, plan: &Plan) -> Vec<Refusal> {
-    let refused = consumer.loaders.iter().map(|loader| complaints(loader, plan)).min_by_key(Vec::len);
-    let mut refused = refused.unwrap_or_default();
+    let chosen = consumer.loaders.iter().find(|loader| kind_complaints(loader, plan.scheme).is_empty());
+    let (base, modules) = match chosen {
+        Some(loader) => (storage_complaints(loader, plan, plan.scheme), complaints(loader, plan)),
+        None => {
+            let all = consumer.loaders.iter().map(|loader| kind_complaints(loader, plan.scheme));
+            (all.min_by_key(Vec::len).unwrap_or_default(), Vec::new())
+        }
+    };
+    let overridden = plan.modules.iter().all(|module| module.scheme != Some(plan.scheme));
+    let more = if overridden { "; rules for modules do not mend what the other options say" } else { "" };
+    let modules: Vec<Complaint> = modules.into_iter().filter(|(why, _)| !base.contains(why)).collect();
+    let mut refused: Vec<Complaint> = base.into_iter().map(|why| (why + more, Vec::new())).collect();
+    refused.extend(modules);
     if consumer.fuses {
         refused.extend(unlike_parts(plan));
     }
@@ -231,6 +239,37 @@ pub fn refusals_everywhere(plan: &Plan) -> Vec<Refusal> {
 
 type Complaint = (String, Vec<String>);
 
+/// Bits, symmetry and group size: what a loader is chosen by.
+fn kind_complaints(loader: &Loader, scheme: Scheme) -> Vec<String> {
+    let Scheme { bits, group_size, sym } = scheme;
+    let mut out = Vec::new();
+    if !loader.pairs.contains(&(bits, sym)) {
+        out.push(format!("{} weights are not taken; {} are", pair(&(bits, sym)), pairs(loader.pairs)));
+    }
+    if let Some(sizes) = loader.groups.filter(|sizes| !sizes.contains(&group_size.raw())) {
+        let known = sizes.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
+        out.push(format!("group size {group_size} is not taken; {known} are"));
+    }
+    out
+}
+
+/// Order of the input channels, and zero points.
+fn storage_complaints(loader: &Loader, plan: &Plan, scheme: Scheme) -> Vec<String> {
+    let mut out = Vec::new();
+    if plan.desc_act && loader.act_order == ActOrder::ChannelOnly && scheme.group_size != GroupSize::CHANNEL {
+        let why = "activation order with groups is not taken; order inside groups, static groups or group size -1 are";
+        out.push(why.to_string());
+    }
+    match (&loader.versions, plan.version) {
+        (Versions::V1, Version::V2) => out.push("zero points of `gptq_v2` are misread; write `gptq`".into()),
+        (Versions::AsymmetricV2, Version::V1) if !scheme.sym => {
+            out.push("asymmetric weights of format `gptq` are not taken; write `gptq_v2`".into());
+        }
+        _ => {}
+    }
+    out
+}
+
 fn complaints(loader: &Loader, plan: &Plan) -> Vec<Complaint> {
     let mut out: Vec<Complaint> = Vec::new();
     let mut complain = |why: String, module: &Module| match out.iter_mut().find(|(other, _)| *other == why) {
@@ -239,40 +278,16 @@ fn complaints(loader: &Loader, plan: &Plan) -> Vec<Complaint> {
     };
     for module in &plan.modules {
         let Some(scheme) = module.scheme else { continue };
-        let Scheme { bits, group_size, sym } = scheme;
+        let Scheme { bits, group_size, .. } = scheme;
         let (n, k, g) = (module.rows, module.cols, group_size.columns(module.cols));
-        if !loader.pairs.contains(&(bits, sym)) {
-            complain(format!("{} weights are not taken; {} are", pair(&(bits, sym)), pairs(loader.pairs)), module);
-        }
-        if let Some(sizes) = loader.groups.filter(|sizes| !sizes.contains(&group_size.raw())) {
-            let known = sizes.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
-            complain(format!("group size {group_size} is not taken; {known} are"), module);
-        }
-        if plan.desc_act && loader.act_order == ActOrder::ChannelOnly && group_size != GroupSize::CHANNEL {
-            let why = "activation order with groups is not taken; order inside groups, static groups or group size \
-                       -1 are";
-            complain(why.into(), module);
-        }
+        let kind = kind_complaints(loader, scheme).into_iter();
+        kind.chain(storage_complaints(loader, plan, scheme)).for_each(|why| complain(why, module));
         if loader.whole_groups && k % g != 0 {
             let why = format!("group size {group_size} does not divide {k} input channels; choose a divisor or skip");
             complain(why, module);
         }
-        let (inputs, outputs) = loader.multiples;
-        if k % inputs != 0 || n % outputs != 0 {
-            let why = format!("{n} outputs by {k} inputs are not taken; multiples of {outputs} and {inputs} are");
-            complain(why, module);
-        }
         if !(n * bits as usize).is_multiple_of(32) {
             complain(format!("{n} outputs at {bits} bits do not fill 32-bit words; skip the module"), module);
-        }
-        match (&loader.versions, plan.version) {
-            (Versions::V1, Version::V2) => {
-                complain("zero points of `gptq_v2` are misread; write `gptq`".into(), module)
-            }
-            (Versions::AsymmetricV2, Version::V1) if !sym => {
-                complain("asymmetric weights of format `gptq` are not taken; write `gptq_v2`".into(), module);
-            }
-            _ => {}
         }
     }
     out
@@ -319,11 +334,14 @@ pub struct TensorParallel {
 /// Linears whose input channels are split; all others split their outputs.
 const ROW_PARALLEL: [&str; 7] = ["o_proj", "down_proj", "out_proj", "w2", "dense", "dense_4h_to_h", "fc2"];
 
-/// The largest tensor-parallel degree: input splits must hold whole groups, output splits whole words.
+/// The largest tensor-parallel degree: heads are dealt out whole, key and value heads are dealt out or copied,
+/// input splits must hold whole groups, output splits whole words.
 pub fn largest_tp(plan: &Plan) -> TensorParallel {
     let mut degree = 1;
     for next in [2, 4, 8] {
-        if let Some(limit) = plan.modules.iter().find_map(|module| unsplittable(module, next)) {
+        let limit = indivisible_heads(plan, next);
+        let limit = limit.or_else(|| plan.modules.iter().find_map(|module| unsplittable(module, next, plan.kv_heads)));
+        if let Some(limit) = limit {
             return TensorParallel { degree, limit: Some(limit) };
         }
         degree = next;
@@ -331,9 +349,20 @@ pub fn largest_tp(plan: &Plan) -> TensorParallel {
     TensorParallel { degree, limit: None }
 }
 
-fn unsplittable(module: &Module, ways: usize) -> Option<String> {
+fn indivisible_heads(plan: &Plan, ways: usize) -> Option<String> {
+    let Plan { heads, kv_heads, .. } = *plan;
+    if !heads.is_multiple_of(ways) {
+        return Some(format!("{heads} attention heads cannot be dealt out to {ways}"));
+    }
+    let even = kv_heads.is_multiple_of(ways) || ways.is_multiple_of(kv_heads);
+    (!even).then(|| format!("{kv_heads} key and value heads can neither be dealt out to {ways} nor copied evenly"))
+}
+
+fn unsplittable(module: &Module, ways: usize, kv_heads: usize) -> Option<String> {
     let scheme = module.scheme?;
     let last = module.name.rsplit('.').next()?;
+    // Beyond one head a device, key and value heads are copied.
+    let ways = if matches!(last, "k_proj" | "v_proj") { ways.min(kv_heads) } else { ways };
     // Fields that fill whole words; 3-bit fields straddle words, and 32 of them fill three.
     let fields = if scheme.bits == 3 { 32 } else { 32 / scheme.bits as usize };
     let (what, count, unit) = if ROW_PARALLEL.contains(&last) {
@@ -373,7 +402,7 @@ mod tests {
         let modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
             .map(|name| module(name, 1024, 1024, scheme))
             .to_vec();
-        Plan { scheme, version, desc_act, modules }
+        Plan { scheme, version, desc_act, heads: 8, kv_heads: 8, modules }
     }
 
     #[test]
@@ -419,7 +448,36 @@ mod tests {
         assert!(text.starts_with("vLLM 0.33: group size 128 does not divide 192 input channels"), "{text}");
         assert!(text.ends_with("(`model.layers.0.mlp.down_proj`)"), "{text}");
         assert!(check(parse("gptqmodel").unwrap(), &plan).is_empty());
-        assert_eq!(refusals_everywhere(&plan).len(), 3);
+        let mut who: Vec<&str> = refusals_everywhere(&plan).iter().map(|refusal| refusal.consumer).collect();
+        who.dedup();
+        assert_eq!(who, ["vLLM 0.33", "vLLM 0.10", "SGLang 0.5"]);
+    }
+
+    #[test]
+    fn the_base_chooses_the_loader() {
+        let (three, four) = (scheme(3, 128, true), scheme(4, 128, true));
+        // All modules are fine, but no loader is ever asked about them.
+        let all_overridden = Plan { scheme: three, ..plan(four, Version::V1, false) };
+        let refused = check(parse("vllm-0.33").unwrap(), &all_overridden);
+        let [Refusal { modules, why, .. }] = &refused[..] else { panic!("{refused:?}") };
+        assert_eq!(modules.len(), 0);
+        assert!(
+            why.starts_with("3-bit symmetric weights are not taken") && why.contains("rules for modules do not"),
+            "{why}"
+        );
+        assert!(check(parse("vllm-0.10").unwrap(), &all_overridden).is_empty());
+
+        // ExLlama would take both, but the base goes to Marlin.
+        let mut mixed = plan(four, Version::V1, false);
+        mixed.modules.push(module("mlp.down_proj", 1024, 1024, three));
+        let refused = check(parse("vllm-0.10").unwrap(), &mixed);
+        assert_eq!(refused.len(), 1);
+        assert_eq!(refused[0].modules, ["model.layers.0.mlp.down_proj"]);
+        assert!(check(parse("sglang").unwrap(), &mixed).is_empty());
+
+        // Asymmetric in the config, symmetric everywhere else: GPTQModel looks at the config.
+        let asymmetric = Plan { scheme: scheme(4, 128, false), ..plan(four, Version::V1, false) };
+        assert!(check(parse("gptqmodel").unwrap(), &asymmetric)[0].why.contains("write `gptq_v2`"));
     }
 
     #[test]
@@ -452,5 +510,22 @@ mod tests {
         assert_eq!(largest_tp(&plan).degree, 2);
         plan.modules = vec![module("self_attn.o_proj", 16, 1024, scheme(3, -1, true))];
         assert_eq!(largest_tp(&plan).degree, 8);
+    }
+
+    #[test]
+    fn heads_are_dealt_out_whole() {
+        let of =
+            |heads, kv_heads| largest_tp(&Plan { heads, kv_heads, ..plan(scheme(4, 128, true), Version::V1, false) });
+        assert_eq!(of(14, 2).degree, 2);
+        assert_eq!(of(14, 2).limit.unwrap(), "14 attention heads cannot be dealt out to 4");
+        assert_eq!(of(9, 3).degree, 1);
+        // One key and value head is copied to all.
+        assert_eq!(of(8, 1), TensorParallel { degree: 8, limit: None });
+        assert_eq!(of(24, 6).degree, 2);
+        assert!(of(24, 6).limit.unwrap().starts_with("6 key and value heads"));
+        // Copied heads are not cut: 16 outputs are split in two at most.
+        let mut two = Plan { heads: 8, kv_heads: 2, ..plan(scheme(4, 128, true), Version::V1, false) };
+        two.modules = vec![module("self_attn.k_proj", 16, 1024, two.scheme)];
+        assert_eq!(largest_tp(&two).degree, 8);
     }
 }

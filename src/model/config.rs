@@ -95,9 +95,9 @@ fn bad(key: &str, found: &Value, wanted: &str) -> ConfigError {
 }
 
 impl ModelConfig {
-    /// Settles a `config.json`. `has_prefix` tells whether any tensor name starts with a given text: the
-    /// multimodal wrappers changed theirs over time.
-    pub fn parse(json: &Value, has_prefix: impl Fn(&str) -> bool) -> Result<Self, ConfigError> {
+    /// Settles a `config.json`. `shape_of` gives the shape of the first tensor whose name starts with a given
+    /// text: the multimodal wrappers changed their names over time, and Gemma 3 leaves `vocab_size` unsaid.
+    pub fn parse<'a>(json: &Value, shape_of: impl Fn(&str) -> Option<&'a [usize]>) -> Result<Self, ConfigError> {
         let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
         let architecture = json.pointer("/architectures/0").and_then(Value::as_str);
         if model_type.is_empty() && architecture.is_none() {
@@ -107,11 +107,12 @@ impl ModelConfig {
         let nested = json.get("text_config").filter(|v| v.is_object());
         let keys = Keys(nested.unwrap_or(json));
         const PREFIXES: [&str; 3] = ["language_model.model.", "model.language_model.", "model."];
-        let prefix = PREFIXES.into_iter().find(|p| has_prefix(p)).unwrap_or("model.");
+        let prefix = PREFIXES.into_iter().find(|p| shape_of(p).is_some()).unwrap_or("model.");
         let defaults = &family.defaults;
 
         let hidden = keys.need("hidden_size")?;
-        let heads = keys.need("num_attention_heads")?;
+        let heads = keys.count("num_attention_heads")?.or(defaults.heads);
+        let heads = heads.ok_or(ConfigError::Missing { key: "num_attention_heads" })?;
         let kv_heads = keys.count("num_key_value_heads")?.or(defaults.kv_heads).unwrap_or(heads);
         if heads % kv_heads != 0 {
             return Err(bad(
@@ -135,7 +136,7 @@ impl ModelConfig {
         if layer_count > 10_000 {
             return Err(bad("num_hidden_layers", &layer_count.into(), "no known model has that many"));
         }
-        let max_positions = keys.count("max_position_embeddings")?.unwrap_or(2048);
+        let max_positions = keys.count("max_position_embeddings")?.unwrap_or(defaults.max_positions);
         let activation = match keys
             .get("hidden_activation")
             .or(keys.get("hidden_act"))
@@ -157,6 +158,8 @@ impl ModelConfig {
             Some(_) => keys.flag("tie_word_embeddings", Keys(json).flag("tie_word_embeddings", defaults.tied)?)?,
             None => keys.flag("tie_word_embeddings", defaults.tied)?,
         };
+        let embedding_rows = || shape_of(&format!("{prefix}embed_tokens.weight"))?.first().copied();
+        let vocab = keys.count("vocab_size")?.or_else(embedding_rows);
         Ok(Self {
             family,
             prefix,
@@ -165,7 +168,7 @@ impl ModelConfig {
             heads,
             kv_heads,
             head_dim,
-            vocab: keys.need("vocab_size")?,
+            vocab: vocab.ok_or(ConfigError::Missing { key: "vocab_size" })?,
             max_positions,
             eps: keys.positive("rms_norm_eps")?.unwrap_or(defaults.rms_norm_eps) as f32,
             tied,
@@ -195,7 +198,11 @@ fn layer_kinds(
     head_dim: usize,
     max_positions: usize,
 ) -> Result<(Vec<LayerKind>, Vec<Rope>), ConfigError> {
-    let window = keys.count("sliding_window")?;
+    let window = match keys.0.get("sliding_window") {
+        // Spelled out it means no window; but a pattern of sliding layers is nothing without one.
+        Some(Value::Null) if !matches!(family.sliding, Sliding::Pattern(_)) => None,
+        _ => keys.count("sliding_window")?.or(Some(family.defaults.sliding_window)),
+    };
     let types = match keys.get("layer_types") {
         Some(types) => Some(read_types(types, count)?),
         None => None,
@@ -203,10 +210,7 @@ fn layer_kinds(
     let sliding = |i: usize, default: bool| types.as_ref().map_or(default, |t| t[i]);
     let window_of: Vec<Option<usize>> = match family.sliding {
         Sliding::None => vec![None; count],
-        Sliding::All(default) => {
-            let explicit_null = keys.0.get("sliding_window").is_some_and(Value::is_null);
-            vec![if explicit_null { None } else { window.or(Some(default)) }; count]
-        }
+        Sliding::All => vec![window; count],
         Sliding::Upper => {
             let from = keys.count("max_window_layers")?.unwrap_or(28);
             let used = keys.flag("use_sliding_window", false)?;
@@ -214,7 +218,7 @@ fn layer_kinds(
         }
         Sliding::Pattern(default) => {
             let every = keys.count("sliding_window_pattern")?.unwrap_or(default);
-            (0..count).map(|i| Some(window.unwrap_or(4096)).filter(|_| sliding(i, (i + 1) % every != 0))).collect()
+            (0..count).map(|i| window.filter(|_| sliding(i, (i + 1) % every != 0))).collect()
         }
     };
     let local = matches!(family.sliding, Sliding::Pattern(_));
@@ -237,4 +241,79 @@ fn read_types(types: &Value, count: usize) -> Result<Vec<bool>, ConfigError> {
             _ => Err(bad("layer_types", t, &wanted)),
         })
         .collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// The keys of the multimodal Gemma 3 4B as published, and nothing more.
+    #[test]
+    fn gemma_3_as_published() {
+        let json = json!({
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024
+            },
+            "vision_config": {"hidden_size": 1152, "num_attention_heads": 16, "num_hidden_layers": 27}
+        });
+        let shape_of = |start: &str| "language_model.model.embed_tokens.weight".starts_with(start);
+        let config = ModelConfig::parse(&json, |start| shape_of(start).then_some(&[262_208, 2560][..])).unwrap();
+        assert_eq!(config.prefix, "language_model.model.");
+        assert_eq!((config.heads, config.kv_heads, config.head_dim), (8, 4, 256));
+        assert_eq!((config.vocab, config.max_positions, config.tied), (262_208, 131_072, true));
+        let windows: Vec<Option<usize>> = config.layers.iter().map(|layer| layer.window).collect();
+        assert_eq!(windows[..7], [Some(1024), Some(1024), Some(1024), Some(1024), Some(1024), None, Some(1024)]);
+        assert_eq!(config.ropes.len(), 2);
+        // Full layers are stretched eightfold, local ones not.
+        assert_eq!((config.ropes[0].inv_freq[0], config.ropes[1].inv_freq[0]), (0.125, 1.0));
+        assert!((config.attention_scale - 1.0 / 16.0).abs() < 1e-9);
+
+        let error = ModelConfig::parse(&json, |_| None).unwrap_err().to_string();
+        assert_eq!(error, "config.json: `vocab_size` is missing");
+    }
+
+    fn small(model_type: &str, more: Value) -> ModelConfig {
+        let mut json = json!({
+            "model_type": model_type, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+            "num_hidden_layers": 4, "vocab_size": 128
+        });
+        json.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        ModelConfig::parse(&json, |_| None).unwrap()
+    }
+
+    #[test]
+    fn context_of_each_family() {
+        for (family, positions) in
+            [("llama", 2048), ("mistral", 131_072), ("qwen2", 32_768), ("qwen3", 32_768), ("gemma3_text", 131_072)]
+        {
+            let more = if family == "mistral" { json!({"num_key_value_heads": 2}) } else { json!({}) };
+            assert_eq!(small(family, more).max_positions, positions, "{family}");
+        }
+    }
+
+    #[test]
+    fn windows_left_unsaid() {
+        let windows = |family: &str, more: Value| -> Vec<Option<usize>> {
+            small(family, more).layers.iter().map(|layer| layer.window).collect()
+        };
+        let upper = json!({"use_sliding_window": true, "max_window_layers": 2});
+        assert_eq!(windows("qwen2", upper), [None, None, Some(4096), Some(4096)]);
+        let null = json!({"use_sliding_window": true, "max_window_layers": 2, "sliding_window": null});
+        assert_eq!(windows("qwen2", null), [None; 4]);
+        assert_eq!(windows("qwen2", json!({})), [None; 4]);
+        let mistral = |window: Value| json!({"num_key_value_heads": 2, "sliding_window": window});
+        assert_eq!(windows("mistral", json!({"num_key_value_heads": 2})), [Some(4096); 4]);
+        assert_eq!(windows("mistral", mistral(Value::Null)), [None; 4]);
+        assert_eq!(windows("mistral", mistral(json!(7))), [Some(7); 4]);
+    }
 }

@@ -16,8 +16,8 @@ pub enum Biases {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sliding {
     None,
-    /// All layers, `sliding_window` wide; the default width when the key is absent.
-    All(usize),
+    /// All layers, unless `sliding_window` is null.
+    All,
     /// Layers from `max_window_layers` on, if `use_sliding_window`.
     Upper,
     /// All but every n-th layer (or as `layer_types` says).
@@ -52,8 +52,12 @@ pub struct Family {
 #[derive(Clone, Copy, Debug)]
 pub struct Defaults {
     pub rms_norm_eps: f64,
-    pub head_dim: Option<usize>,
+    /// Where it is none, every config has the key.
+    pub heads: Option<usize>,
     pub kv_heads: Option<usize>,
+    pub head_dim: Option<usize>,
+    pub max_positions: usize,
+    pub sliding_window: usize,
     pub tied: bool,
     pub rope_theta: f64,
     pub local_rope_theta: f64,
@@ -62,8 +66,11 @@ pub struct Defaults {
 
 const PLAIN: Defaults = Defaults {
     rms_norm_eps: 1e-6,
-    head_dim: None,
+    heads: None,
     kv_heads: None,
+    head_dim: None,
+    max_positions: 2048,
+    sliding_window: 4096,
     tied: false,
     rope_theta: 10_000.0,
     local_rope_theta: 10_000.0,
@@ -95,8 +102,10 @@ const GEMMA3: Family = Family {
     scaled_embeddings: true,
     needs_bos: true,
     defaults: Defaults {
-        head_dim: Some(256),
+        heads: Some(8),
         kv_heads: Some(4),
+        head_dim: Some(256),
+        max_positions: 131_072,
         tied: true,
         rope_theta: 1_000_000.0,
         activation: "gelu_pytorch_tanh",
@@ -112,8 +121,8 @@ pub const FAMILIES: &[Family] = &[
         model_type: "mistral",
         architectures: &["MistralForCausalLM"],
         label: "Mistral",
-        sliding: Sliding::All(4096),
-        defaults: Defaults { kv_heads: Some(8), ..PLAIN },
+        sliding: Sliding::All,
+        defaults: Defaults { kv_heads: Some(8), max_positions: 131_072, ..PLAIN },
         ..LLAMA
     },
     Family {
@@ -122,6 +131,7 @@ pub const FAMILIES: &[Family] = &[
         label: "Qwen2, Qwen2.5",
         biases: Biases::Qkv,
         sliding: Sliding::Upper,
+        defaults: Defaults { max_positions: 32_768, ..PLAIN },
         ..LLAMA
     },
     Family {
@@ -130,7 +140,7 @@ pub const FAMILIES: &[Family] = &[
         label: "Qwen3",
         sliding: Sliding::Upper,
         qk_norm: true,
-        defaults: Defaults { head_dim: Some(128), ..PLAIN },
+        defaults: Defaults { head_dim: Some(128), max_positions: 32_768, ..PLAIN },
         ..LLAMA
     },
     GEMMA3,

@@ -51,8 +51,11 @@ impl Model {
     /// Opens a model; every tensor the config asks for must be there, in shape.
     pub fn open(source: Box<dyn WeightSource>, backend: Arc<dyn Backend>) -> Result<Self, ModelError> {
         let tensors = source.checkpoint().tensors();
-        let has_prefix = |p: &str| tensors.range(p.to_string()..).next().is_some_and(|(name, _)| name.starts_with(p));
-        let config = ModelConfig::parse(source.checkpoint().config(), has_prefix)?;
+        let shape_of = |start: &str| {
+            let (name, entry) = tensors.range(start.to_string()..).next()?;
+            name.starts_with(start).then_some(&entry.shape[..])
+        };
+        let config = ModelConfig::parse(source.checkpoint().config(), shape_of)?;
         let embedding = backend.load(source::dense(
             source.checkpoint(),
             &format!("{}embed_tokens", config.prefix),

@@ -28,7 +28,7 @@ pub enum TokenizerError {
         "`{path}` has token ids up to {highest} and so needs {} embedding rows; the model has {vocab_size} \
          (`vocab_size` in config.json): the two do not belong together, or tokens were added without resizing \
          the model",
-        highest + 1
+        u64::from(*highest) + 1
     )]
     LargerThanModel { path: PathBuf, highest: u32, vocab_size: u64 },
     #[error("cannot tokenize the text: {0}")]
@@ -52,10 +52,12 @@ pub struct Tokenizer {
     prefix: Option<u32>,
     adds_bos: bool,
     evidence: String,
+    warning: Option<String>,
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` and checks it against the model's `vocab_size`.
+    /// Reads `tokenizer.json` and checks it against the model's `vocab_size`. Tokens added beyond the embedding are
+    /// only worth a [`Self::warning`]: published models have them (an image token, padding), and text rarely does.
     ///
     /// Truncation, padding and BPE dropout that the file asks for are switched off: a measurement needs the
     /// whole text, the same way every time.
@@ -78,13 +80,32 @@ impl Tokenizer {
             inner.with_model(bpe);
         }
 
-        let highest = inner.get_vocab(true).into_values().max().ok_or_else(|| invalid("no tokens in it".into()))?;
-        let vocab_size = config_value(checkpoint.config(), "vocab_size").and_then(Value::as_u64);
+        let base = inner.get_vocab(false).into_values().max();
+        let added = inner.get_added_tokens_decoder();
+        let highest = base.max(added.keys().copied().max()).ok_or_else(|| invalid("no tokens in it".into()))?;
+        let embedding = || {
+            let (_, entry) = checkpoint.tensors().iter().find(|(name, _)| name.ends_with("embed_tokens.weight"))?;
+            entry.shape.first().map(|rows| *rows as u64)
+        };
+        let vocab_size = config_value(checkpoint.config(), "vocab_size").and_then(Value::as_u64).or_else(embedding);
         if let Some(vocab_size) = vocab_size
+            && let Some(highest) = base
             && u64::from(highest) >= vocab_size
         {
             return Err(TokenizerError::LargerThanModel { path, highest, vocab_size });
         }
+
+        let mut outside: Vec<(u32, &str)> = added.iter().map(|(id, token)| (*id, &*token.content)).collect();
+        outside.retain(|(id, _)| vocab_size.is_some_and(|size| u64::from(*id) >= size));
+        let warning = outside.iter().min().map(|(id, token)| {
+            let more = if outside.len() > 1 { format!(" and {} more", outside.len() - 1) } else { String::new() };
+            format!(
+                "`{}` adds token {id} (`{token}`){more} outside the embedding of the model, which has {} rows; text \
+                 that spells it out will be refused",
+                path.display(),
+                vocab_size.unwrap_or_default()
+            )
+        });
 
         let files = SpecialIds::read(checkpoint, &inner, vocab_size.unwrap_or(u64::MAX))?;
         let seen = prepended(&inner)?;
@@ -97,6 +118,7 @@ impl Tokenizer {
             eos: files.eos,
             adds_bos,
             evidence,
+            warning,
             inner,
         })
     }
@@ -127,7 +149,12 @@ impl Tokenizer {
         self.inner.id_to_token(id)
     }
 
-    /// Embedding rows that the tokenizer uses: its highest id plus one. Models may have more (padded vocabulary).
+    /// What the user should know about tokenizer and model.
+    pub fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
+    }
+
+    /// Embedding rows that the tokenizer asks for: its highest id plus one. Models may have more (padded vocabulary).
     pub fn rows(&self) -> usize {
         self.rows
     }

@@ -41,10 +41,19 @@ impl Version {
         [Version::V1, Version::V2].into_iter().find(|v| v.name() == name)
     }
 
-    /// The version every reader takes the same way. A symmetric zero point is never 0, and v1 is read most
-    /// widely; an asymmetric 0 wraps in v1, where some readers make it 2^bits and others leak a carry.
-    pub const fn safest(scheme: Scheme) -> Self {
-        if scheme.sym { Version::V1 } else { Version::V2 }
+    /// The version every reader takes the same way, for an artifact with these schemes. v1 is read most widely,
+    /// but asymmetric grids lose a zero point to it.
+    pub fn safest(schemes: impl IntoIterator<Item = Scheme>) -> Self {
+        if schemes.into_iter().all(|scheme| scheme.sym) { Version::V1 } else { Version::V2 }
+    }
+
+    /// The smallest zero point that every reader takes the same way: 0 wraps in v1, where ExLlama kernels make it
+    /// 2^bits and others leak a carry.
+    pub const fn least_zero(self) -> u8 {
+        match self {
+            Version::V1 => 1,
+            Version::V2 => 0,
+        }
     }
 
     /// The stored field of zero point `zero`.
@@ -104,6 +113,11 @@ pub enum PackError {
     Scale { row: usize, group: usize, scale: f16 },
     #[error("{what} {value} at index {index} exceeds {top}, the largest value of {bits} bits")]
     TooLarge { what: &'static str, value: u8, index: usize, top: u8, bits: u8 },
+    #[error(
+        "the zero point of output channel {row} in group {group} is 0, which format `gptq` cannot hold: readers \
+         differ on it; write `gptq_v2`"
+    )]
+    ZeroPoint { row: usize, group: usize },
     #[error("input channel {col} is in group {group}, but there are {groups} groups")]
     Group { col: usize, group: u32, groups: usize },
 }
@@ -135,6 +149,9 @@ pub fn check_shape(rows: usize, cols: usize, bits: u8) -> Result<(), PackError> 
 pub fn pack(weight: &Quantized, version: Version) -> Result<Packed, PackError> {
     check(weight)?;
     let Quantized { rows, cols, scheme, .. } = *weight;
+    if let Some(at) = weight.zeros.iter().position(|&zero| zero < version.least_zero()) {
+        return Err(PackError::ZeroPoint { row: at % rows, group: at / rows });
+    }
     let stored = weight
         .zeros
         .par_chunks(rows)
@@ -343,12 +360,24 @@ mod tests {
     }
 
     #[test]
-    fn a_zero_of_zero_borrows_from_nobody() {
+    fn a_zero_of_zero_is_read_but_not_written_in_v1() {
         let mut weight = sample(8, 8, 4, false);
-        weight.zeros = vec![0, 1, 15, 0, 8, 0, 7, 2];
+        weight.zeros = vec![3, 1, 15, 3, 8, 0, 7, 2];
+        assert_eq!(pack(&weight, Version::V1), Err(PackError::ZeroPoint { row: 5, group: 0 }));
+        assert_eq!(pack(&weight, Version::V2).unwrap().qzeros, [0x2708_3F13]);
+        weight.zeros[5] = 1;
         let packed = pack(&weight, Version::V1).unwrap();
-        assert_eq!(packed.qzeros, [0x16F7_FE0F]);
+        assert_eq!(packed.qzeros, [0x1607_2E02]);
         assert_eq!(unpack(&packed).zeros, weight.zeros);
+        // What others wrote: each field is increased on its own.
+        assert_eq!(zero_points(&[0x16F7_FE0F], 8, 4, Version::V1), [0, 1, 15, 0, 8, 0, 7, 2]);
+    }
+
+    #[test]
+    fn one_asymmetric_module_decides_the_version() {
+        let scheme = |sym| Scheme { bits: 4, group_size: GroupSize::CHANNEL, sym };
+        assert_eq!(Version::safest([scheme(true), scheme(true)]), Version::V1);
+        assert_eq!(Version::safest([scheme(true), scheme(false)]), Version::V2);
     }
 
     #[test]

@@ -31,6 +31,9 @@ pub struct GptqOptions {
     pub grid: Grid,
     /// Sweeps of coordinate descent over codes and scales after GPTQ's single pass.
     pub sweeps: usize,
+    /// The smallest zero point allowed. It follows from the format that is written, which a record names anyway.
+    #[serde(skip)]
+    pub least_zero: u8,
 }
 
 /// A Hessian that no damping below 100 % makes positive definite.

@@ -75,9 +75,10 @@ fn shrinks(bits: u8, sym: bool) -> impl Iterator<Item = f32> {
 }
 
 /// Chooses the levels of a group whose columns are `columns` (one [`Lane`] each), weighted by
-/// `importance` where the grid asks for it.
+/// `importance` where the grid asks for it. Zero points are at least `least_zero`, for formats that cannot hold
+/// smaller ones.
 #[inline(always)]
-pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid) -> Levels {
+pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid, least_zero: u8) -> Levels {
     let (mut low, mut high) = ([0.0f32; LANES], [0.0f32; LANES]);
     for w in columns {
         for l in 0..LANES {
@@ -85,11 +86,15 @@ pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid) 
             high[l] = if w[l] > high[l] { w[l] } else { high[l] };
         }
     }
-    let top = scheme.top() as f32;
+    let (top, lowest) = (scheme.top() as f32, least_zero as f32);
     let mut base = [0.0; LANES];
     for l in 0..LANES {
         let range = if scheme.sym { 2.0 * high[l].max(-low[l]) } else { high[l] - low[l] };
         base[l] = if range == 0.0 { 1.0 } else { range / top };
+        // A raised zero point leaves fewer codes above it, which must reach as high.
+        if !scheme.sym && least_zero > 0 {
+            base[l] = base[l].max(high[l] / (top - lowest));
+        }
     }
     let candidate = |shrink: f32, sign: f32, shift: f32| {
         let mut levels = Levels { scale: base, zero: [scheme.middle() as f32; LANES] };
@@ -97,7 +102,7 @@ pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid) 
         round_scales(&mut levels.scale);
         if !scheme.sym {
             for l in 0..LANES {
-                levels.zero[l] = (round((-low[l] * shrink / levels.scale[l]).min(300.0)) + shift).clamp(0.0, top);
+                levels.zero[l] = (round((-low[l] * shrink / levels.scale[l]).min(300.0)) + shift).clamp(lowest, top);
             }
         }
         levels

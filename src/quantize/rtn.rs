@@ -7,7 +7,8 @@ use super::{Quantized, Report};
 use crate::backend::Gram;
 use crate::scheme::Scheme;
 
-/// Quantizes `weight` (`rows` x `cols`, row-major). `gram` serves the Hessian grid, and dead channels.
+/// Quantizes `weight` (`rows` x `cols`, row-major). `gram` serves the Hessian grid; zero points are
+/// at least `least_zero`.
 pub fn rtn(
     weight: &[f32],
     rows: usize,
@@ -15,6 +16,7 @@ pub fn rtn(
     gram: Option<&Gram>,
     scheme: Scheme,
     grid: Grid,
+    least_zero: u8,
 ) -> (Quantized, Report) {
     let diag: Vec<f64> = match gram {
         Some(gram) => (0..cols).map(|i| gram.lower[i * cols + i] * 2.0 / gram.tokens.max(1) as f64).collect(),
@@ -25,6 +27,6 @@ pub fn rtn(
     let importance: Vec<f32> = diag.iter().map(|d| *d as f32).collect();
     let sequence = sequence(Order::Natural, false, &diag, scheme.group_size);
     tile::quantize(weight, rows, cols, scheme, &sequence, &dead, |tile: &mut Tile| {
-        tile.round_to_nearest(&importance, scheme, grid);
+        tile.round_to_nearest(&importance, scheme, grid, least_zero);
     })
 }

@@ -94,8 +94,8 @@ pub fn quantize(
 impl Tile<'_> {
     /// Chooses each group's grid from the original weights and rounds to it; the loss is weighted by
     /// `importance`.
-    pub fn round_to_nearest(&mut self, importance: &[f32], scheme: Scheme, grid: Grid) {
-        self.original_grids(importance, scheme, grid);
+    pub fn round_to_nearest(&mut self, importance: &[f32], scheme: Scheme, grid: Grid, least_zero: u8) {
+        self.original_grids(importance, scheme, grid, least_zero);
         let top = scheme.top() as f32;
         vectorized(|| {
             for i in 0..self.n {
@@ -110,11 +110,11 @@ impl Tile<'_> {
         });
     }
 
-    fn original_grids(&mut self, importance: &[f32], scheme: Scheme, grid: Grid) {
+    fn original_grids(&mut self, importance: &[f32], scheme: Scheme, grid: Grid, least_zero: u8) {
         for g in 0..self.levels.len() {
             let members = (0..self.n).filter(|&i| self.groups[i] == g);
             let (columns, weights): (Vec<Lane>, Vec<f32>) = members.map(|i| (self.original[i], importance[i])).unzip();
-            self.levels[g] = vectorized(|| levels(&columns, &weights, scheme, grid));
+            self.levels[g] = vectorized(|| levels(&columns, &weights, scheme, grid, least_zero));
         }
     }
 
@@ -140,7 +140,7 @@ impl Tile<'_> {
     pub fn compensate(&mut self, curvature: &Curvature, options: &GptqOptions) {
         let (n, scheme) = (self.n, options.scheme);
         if options.static_groups {
-            self.original_grids(&curvature.importance, scheme, options.grid);
+            self.original_grids(&curvature.importance, scheme, options.grid, options.least_zero);
         }
         let mut w = self.original.clone();
         let mut errors = vec![[0.0; LANES]; BLOCK];
@@ -151,8 +151,9 @@ impl Tile<'_> {
                 let group = self.groups[i];
                 if !options.static_groups && (i == 0 || self.groups[i - 1] != group) {
                     let last = (i..n).find(|&j| self.groups[j] != group).unwrap_or(n);
+                    let importance = &curvature.importance[i..last];
                     self.levels[group] =
-                        vectorized(|| levels(&w[i..last], &curvature.importance[i..last], scheme, options.grid));
+                        vectorized(|| levels(&w[i..last], importance, scheme, options.grid, options.least_zero));
                 }
                 let u = &curvature.u[i * n..(i + 1) * n];
                 let (levels, top) = (&self.levels[group], scheme.top() as f32);

@@ -37,7 +37,7 @@ impl Numbers {
     }
 }
 
-/// Random integers; with `scattered`, groups as activation order leaves them.
+/// Random integers that both versions hold; with `scattered`, groups as activation order leaves them.
 fn quantized(rows: usize, cols: usize, scheme: Scheme, scattered: bool, seed: u64) -> Quantized {
     let mut numbers = Numbers(seed);
     let groups = scheme.group_size.count(cols);
@@ -59,7 +59,7 @@ fn quantized(rows: usize, cols: usize, scheme: Scheme, scattered: bool, seed: u6
             .map(|_| f16::from_f32((1 + numbers.below(999)) as f32 / 512.0 * sign(numbers.below(8))))
             .collect(),
         zeros: (0..groups * rows)
-            .map(|_| if scheme.sym { scheme.middle() } else { numbers.below(top + 1) as u8 })
+            .map(|_| if scheme.sym { scheme.middle() } else { 1 + numbers.below(top) as u8 })
             .collect(),
         g_idx: order.into_iter().map(|k| (k / size) as u32).collect(),
     }

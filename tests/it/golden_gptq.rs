@@ -78,6 +78,7 @@ fn options(setting: &Value) -> GptqOptions {
         damp_auto_increment: 0.01,
         grid: Grid::MaxAbs,
         sweeps: 0,
+        least_zero: 0,
     }
 }
 
@@ -125,7 +126,7 @@ fn searched_grids_and_sweeps_only_help() {
         assert!(errors[1] < errors[0] * if plain.scheme.bits == 8 { 1.02 } else { 1.0 }, "{name}: {errors:?}");
         assert!(errors[2] < errors[1], "{name}: {errors:?}");
         let control =
-            rtn(&problem.weight, problem.rows, problem.cols, Some(&problem.gram), plain.scheme, Grid::Hessian).0;
+            rtn(&problem.weight, problem.rows, problem.cols, Some(&problem.gram), plain.scheme, Grid::Hessian, 0).0;
         assert!(errors[2] < problem.output_error(&control), "{name}: worse than rounding to nearest");
     }
 }
@@ -146,6 +147,7 @@ fn a_rank_deficient_hessian_is_damped_or_refused() {
         damp_auto_increment: 0.01,
         grid: Grid::MaxAbs,
         sweeps: 0,
+        least_zero: 0,
     };
     let duplicates = gram(|_, _| 1.0);
     let curvature = Curvature::new(&duplicates, None, &setting).unwrap();
@@ -175,6 +177,7 @@ fn drift_is_corrected_by_the_ridge_solution() {
         damp_auto_increment: 0.01,
         grid: Grid::MaxAbs,
         sweeps: 0,
+        least_zero: 0,
     };
     let gram = Gram { n, lower: gram, tokens: tokens as u64 };
     let drift = Drift { n, values: drift, tokens: tokens as u64 };
@@ -190,5 +193,48 @@ fn drift_is_corrected_by_the_ridge_solution() {
         };
         let size = |q: &Quantized| (0..n).map(|i| gradient(q, i).abs()).sum::<f64>();
         assert!(size(&corrected) < 0.05 * size(&plain), "row {r}: {} against {}", size(&corrected), size(&plain));
+    }
+}
+
+/// Weights that are all positive want a zero point of 0; where a format cannot hold that, 1 must do, without
+/// cutting off the largest weights.
+#[test]
+fn the_least_zero_point_is_kept() {
+    let (rows, n) = (32, 32);
+    let weight: Vec<f32> = (0..rows * n).map(|i| 0.05 + (i * 7919 % 1009) as f32 / 1009.0).collect();
+    let lower = (0..n * n).map(|x| if x / n == x % n { 1.0 } else { 0.1 }).collect();
+    let gram = Gram { n, lower, tokens: 2 };
+    for (bits, grid) in [2, 3, 4, 8].into_iter().flat_map(|b| [Grid::MaxAbs, Grid::Mse, Grid::Hessian].map(|g| (b, g)))
+    {
+        for static_groups in [false, true] {
+            let scheme = Scheme { bits, group_size: GroupSize::new(16).unwrap(), sym: false };
+            let options = |least_zero| GptqOptions {
+                scheme,
+                order: Order::Natural,
+                static_groups,
+                damp_percent: 0.05,
+                damp_auto_increment: 0.01,
+                grid,
+                sweeps: 1,
+                least_zero,
+            };
+            let curvature = Curvature::new(&gram, None, &options(0)).unwrap();
+            let solved = |least| gptq(&weight, rows, &curvature, &options(least)).0;
+            let rounded = |least| rtn(&weight, rows, n, Some(&gram), scheme, grid, least).0;
+            assert!(solved(0).zeros.contains(&0) && rounded(0).zeros.contains(&0), "{bits} bits, {grid:?}");
+            for q in [solved(1), rounded(1)] {
+                assert!(q.zeros.iter().all(|&zero| zero > 0), "{bits} bits, {grid:?}");
+            }
+            // One code less above zero: steps are coarser, not more.
+            let worst = |q: &Quantized| {
+                let error = |i: usize| (weight[i] - q.value(i / n, i % n)).abs();
+                (0..rows * n).map(error).fold(0.0, f32::max)
+            };
+            let top = scheme.top() as f32;
+            if grid == Grid::MaxAbs {
+                let step = 1.05 / (top - 1.0);
+                assert!(worst(&rounded(1)) <= 0.51 * step, "{bits} bits: {}", worst(&rounded(1)));
+            }
+        }
     }
 }

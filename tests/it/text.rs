@@ -245,7 +245,32 @@ fn tokenizer_and_model_must_fit() {
     let error = loaded(&[("config.json", Some(config.to_string()))]).unwrap_err().to_string();
     assert!(error.contains("needs 2048 embedding rows; the model has 2000"), "{error}");
     config["vocab_size"] = json!(2112);
-    assert_eq!(loaded(&[("config.json", Some(config.to_string()))]).unwrap().rows(), 2048);
+    let tokenizer = loaded(&[("config.json", Some(config.to_string()))]).unwrap();
+    assert_eq!((tokenizer.rows(), tokenizer.warning()), (2048, None));
+    let mut file = demo_json("tokenizer.json");
+    file["model"]["vocab"]["<last>"] = json!(u32::MAX);
+    let error = loaded(&[("tokenizer.json", Some(file.to_string()))]).unwrap_err().to_string();
+    assert!(error.contains("needs 4294967296 embedding rows"), "{error}");
+}
+
+/// Gemma 3 1B and many finetunes of Llama add a token after the last row of the embedding.
+#[test]
+fn tokens_may_be_added_beyond_the_embedding() {
+    let mut file = demo_json("tokenizer.json");
+    let added = |id: u32, content: &str| {
+        json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+            "special": true
+        })
+    };
+    for (id, token) in [(2048, "[PAD]"), (2049, "<image>")] {
+        file["added_tokens"].as_array_mut().unwrap().push(added(id, token));
+    }
+    let tokenizer = loaded(&[("tokenizer.json", Some(file.to_string()))]).unwrap();
+    let warning = tokenizer.warning().unwrap();
+    assert!(warning.contains("adds token 2048 (`[PAD]`) and 1 more") && warning.contains("2048 rows"), "{warning}");
+    assert_eq!(tokenizer.encode("[PAD]").unwrap(), [2048]);
+    assert_eq!(tokenizer.encode("plain text").unwrap(), demo_tokenizer().encode("plain text").unwrap());
 }
 
 #[test]

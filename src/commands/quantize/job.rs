@@ -88,7 +88,7 @@ impl<'a> Job<'a> {
         interrupt::check()?;
         let began = Instant::now();
         let schemes: Vec<Option<Scheme>> = linears.iter().map(|linear| self.modules.scheme(&linear.path)).collect();
-        let solved = solve(self.method, linears, &schemes, inputs)?;
+        let solved = solve(self.method, self.version.least_zero(), linears, &schemes, inputs)?;
         self.seconds_quantizing += began.elapsed().as_secs_f64();
         linears.iter().zip(solved).map(|(linear, solved)| self.keep(linear, solved, inputs)).collect()
     }
@@ -133,6 +133,7 @@ struct Solved {
 /// Codes and scales of linears that share their inputs; `None` for those left in floating point.
 fn solve(
     method: &Method,
+    least_zero: u8,
     linears: &[&Linear],
     schemes: &[Option<Scheme>],
     inputs: Option<&Inputs>,
@@ -153,10 +154,10 @@ fn solve(
         let weight = linear.weight.weight().to_f32();
         let gram = inputs.map(|i| &i.gram);
         let curvature = curvatures.iter().find(|(size, _)| *size == scheme.group_size).map(|(_, c)| c);
-        let round = || rtn(&weight, linear.rows, linear.cols, gram, scheme, method.grid());
+        let round = || rtn(&weight, linear.rows, linear.cols, gram, scheme, method.grid(), least_zero);
         let (solution, name, damp) = match (method, curvature) {
             (Method::Gptq { options, .. }, Some(Ok(curvature))) => {
-                let options = GptqOptions { scheme, ..options.clone() };
+                let options = GptqOptions { scheme, least_zero, ..options.clone() };
                 (gptq(&weight, linear.rows, curvature, &options), "gptq".into(), Some(curvature.damp_percent))
             }
             (_, Some(Err(why))) => (round(), format!("rtn: {why}"), None),
@@ -233,6 +234,7 @@ mod tests {
             damp_auto_increment: 0.2,
             grid: Grid::MaxAbs,
             sweeps: 1,
+            least_zero: 0,
         };
         let quantized = |sign: f64| {
             let mut gram = Gram::new(n);
@@ -240,7 +242,7 @@ mod tests {
             (0..n).for_each(|i| gram.lower[i * n + i] = if i == 3 { sign } else { 1.0 });
             let inputs = Inputs { gram, drift: None };
             let method = Method::Gptq { options: options.clone(), true_sequential: true, drift_correction: false };
-            solve(&method, &[&linear], &[Some(scheme)], Some(&inputs)).unwrap().remove(0).unwrap()
+            solve(&method, 0, &[&linear], &[Some(scheme)], Some(&inputs)).unwrap().remove(0).unwrap()
         };
         let Solved { method, damp: damping, .. } = quantized(1.0);
         assert_eq!((method.as_str(), damping), ("gptq", Some(0.05)));
@@ -248,6 +250,6 @@ mod tests {
         assert_eq!(method, "rtn: the Hessian is not positive definite even with damping 0.85");
         assert_eq!(damping, None);
         assert!(report.loss.is_finite());
-        assert_eq!(codes, rtn(&weight, n, n, None, scheme, Grid::MaxAbs).0);
+        assert_eq!(codes, rtn(&weight, n, n, None, scheme, Grid::MaxAbs, 0).0);
     }
 }

@@ -51,6 +51,7 @@ pub fn gptq(args: &GptqArgs, printer: Printer) -> Result<()> {
         damp_auto_increment: args.damp_auto_increment,
         grid: args.grid.into(),
         sweeps: args.sweeps,
+        least_zero: 0,
     };
     let method =
         Method::Gptq { options, true_sequential: !args.no_true_sequential, drift_correction: args.drift_correction };
@@ -114,7 +115,7 @@ impl Run<'_> {
         modules.notes.iter().for_each(|note| printer.warn(note));
         let version = match &self.output.checkpoint_format {
             Some(name) => Version::parse(name).context("--checkpoint-format is gptq or gptq_v2")?,
-            None => Version::safest(base),
+            None => modules.safest_version(base),
         };
         let scattered = matches!(&self.method, Method::Gptq { options, .. } if options.order == Order::Activation && !options.static_groups);
         self.check_consumers(&modules, version, scattered)?;

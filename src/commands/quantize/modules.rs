@@ -13,6 +13,8 @@ use crate::scheme::{GroupSize, Scheme};
 pub struct Modules {
     pub modules: Vec<Module>,
     pub notes: Vec<String>,
+    heads: usize,
+    kv_heads: usize,
 }
 
 impl Modules {
@@ -23,7 +25,13 @@ impl Modules {
 
     /// The artifact to come, as consumers look at it.
     pub fn plan(&self, scheme: Scheme, version: Version, desc_act: bool) -> Plan {
-        Plan { scheme, version, desc_act, modules: self.modules.clone() }
+        let Self { heads, kv_heads, .. } = *self;
+        Plan { scheme, version, desc_act, heads, kv_heads, modules: self.modules.clone() }
+    }
+
+    /// The version that readers of these modules and of their common `base` take the same way.
+    pub fn safest_version(&self, base: Scheme) -> Version {
+        Version::safest(self.modules.iter().filter_map(|module| module.scheme).chain([base]))
     }
 }
 
@@ -76,7 +84,7 @@ pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs) -> Result<Modules>
     if modules.iter().all(|m| m.scheme.is_none()) {
         bail!("no module is left to quantize");
     }
-    Ok(Modules { modules, notes })
+    Ok(Modules { modules, notes, heads: model.config.heads, kv_heads: model.config.kv_heads })
 }
 
 fn fits(rows: usize, cols: usize, scheme: Scheme) -> Result<(), String> {

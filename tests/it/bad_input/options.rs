@@ -96,6 +96,14 @@ fn consumers() {
         &["`vllm-9` is no known consumer", "vllm-0.33", "sglang-0.5", "gptqmodel-7"],
     );
     scene.refused(&with(&["--for", "vllm-0.33", "--rule", "q_proj=bits:8"]), &["q_proj, k_proj, v_proj", "one scheme"]);
+    // The base of the config is looked at first, whatever rules say of modules.
+    scene
+        .refused(&with(&["--bits", "3", "--rule", ".=bits:4", "--for", "vllm-0.33"]), &["vLLM 0.33", "3-bit", "rules"]);
+    let args = ["gptq", "--group-size", "128", "--calib", "absent.txt", "--for", "vllm-0.10"];
+    scene.refused(
+        &[&args[..], &["--rule", "down_proj=bits:3"]].concat(),
+        &["vLLM 0.10: 3-bit symmetric", "down_proj` and 3 more"],
+    );
 }
 
 #[test]
