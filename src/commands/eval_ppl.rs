@@ -5,6 +5,7 @@ use anyhow::Result;
 use super::open::{Measurement, corpus, locate, open, perplexity};
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::PplArgs;
+use crate::cli::interrupt;
 use crate::cli::print::Printer;
 
 pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
@@ -18,6 +19,7 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
         max_windows: args.max_windows,
         bos: args.bos,
     };
+    interrupt::listen();
     let result = perplexity(&runnable, &how, "perplexity", printer)?.result;
     printer.object(&result)?;
     printer.text(format!(
