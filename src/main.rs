@@ -4,11 +4,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use quantkit::cli::args::Cli;
-use quantkit::cli::{exit, interrupt};
+use quantkit::cli::exit;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    interrupt::listen();
     match std::panic::catch_unwind(|| quantkit::commands::run(cli)) {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(error)) => exit::report(&error),

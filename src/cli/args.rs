@@ -58,9 +58,9 @@ pub enum EvalCommand {
 pub struct ModelArgs {
     /// Model folder or hub id `org/name` [default: the built-in demo checkpoint]
     pub model: Option<String>,
-    /// Branch, tag or commit of a hub model
-    #[arg(long, default_value = "main")]
-    pub revision: String,
+    /// Branch, tag or commit of a hub model [default: main]
+    #[arg(long)]
+    pub revision: Option<String>,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -106,12 +106,26 @@ pub struct CalibrationArgs {
     /// Tokens per window [default: 512, or the model's context if that is shorter]
     #[arg(long)]
     pub seqlen: Option<usize>,
-    /// Which windows are taken
-    #[arg(long, value_enum, default_value_t = SamplingArg::InOrder)]
-    pub sampling: SamplingArg,
-    /// Seed of random sampling
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
+    /// Which windows are taken [default: in-order]
+    #[arg(long, value_enum)]
+    pub sampling: Option<SamplingArg>,
+    /// Seed of random sampling [default: 0]
+    #[arg(long)]
+    pub seed: Option<u64>,
+}
+
+impl CalibrationArgs {
+    /// The first option given that only calibration reads.
+    pub fn given(&self) -> Option<&'static str> {
+        let options = [
+            ("--calib", self.calib.is_some()),
+            ("--nsamples", self.nsamples.is_some()),
+            ("--seqlen", self.seqlen.is_some()),
+            ("--sampling", self.sampling.is_some()),
+            ("--seed", self.seed.is_some()),
+        ];
+        options.into_iter().find(|(_, given)| *given).map(|(name, _)| name)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -137,7 +151,7 @@ pub struct OutputArgs {
     #[arg(long, value_parser = ["gptq", "gptq_v2"])]
     pub checkpoint_format: Option<String>,
     /// Largest size of one weight file, in MB
-    #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     pub max_shard_size: u64,
     /// Refuse what this consumer does not load, e.g. vllm-0.33; see `quantkit list`
     #[arg(long = "for", value_name = "CONSUMER")]
@@ -146,11 +160,14 @@ pub struct OutputArgs {
     #[arg(long)]
     pub no_eval: bool,
     /// Text for the perplexities [default: built-in held-out text]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "no_eval")]
     pub eval_text: Option<PathBuf>,
-    /// Windows of 512 tokens for the perplexities
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
-    pub eval_windows: u32,
+    /// Windows of 512 tokens for the perplexities [default: 16]
+    #[arg(long, conflicts_with = "no_eval", value_parser = clap::value_parser!(u32).range(1..))]
+    pub eval_windows: Option<u32>,
+    /// Exit with 1 if the perplexity rises by more than this many percent; the artifact is written all the same
+    #[arg(long, value_name = "PERCENT", conflicts_with = "no_eval", value_parser = parse_percent)]
+    pub max_increase: Option<f64>,
     /// BOS in calibration and evaluation
     #[arg(long, default_value = "auto", value_parser = parse_bos)]
     pub bos: BosMode,
@@ -297,14 +314,15 @@ pub struct GenerateArgs {
     /// 0 takes the likeliest token every time
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub temperature: f64,
-    /// Sample from the likeliest tokens that together reach this probability
-    #[arg(long, default_value_t = 1.0)]
-    pub top_p: f64,
-    /// Sample from this many likeliest tokens; 0 for all
-    #[arg(long, default_value_t = 0)]
-    pub top_k: usize,
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
+    /// Sample from the likeliest tokens that together reach this probability [default: 1]
+    #[arg(long)]
+    pub top_p: Option<f64>,
+    /// Sample from this many likeliest tokens; 0 for all [default: 0]
+    #[arg(long)]
+    pub top_k: Option<usize>,
+    /// Seed of sampling [default: 0]
+    #[arg(long)]
+    pub seed: Option<u64>,
     /// Do not stop at end-of-sequence tokens
     #[arg(long)]
     pub ignore_eos: bool,
@@ -345,6 +363,13 @@ fn parse_share(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(share) if (0.0..1.0).contains(&share) => Ok(share),
         _ => Err("a number from 0 up to, but not including, 1 is needed".into()),
+    }
+}
+
+fn parse_percent(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(percent) if (0.0..=f64::MAX).contains(&percent) => Ok(percent),
+        _ => Err("a number that is not negative is needed".into()),
     }
 }
 

@@ -13,7 +13,8 @@ static ASKED: AtomicBool = AtomicBool::new(false);
 #[error("interrupted")]
 pub struct Interrupted;
 
-/// Starts listening to SIGINT and SIGTERM. The second one ends the process at once.
+/// Starts listening to SIGINT and SIGTERM: once there is something to tidy up, and steps that [`check`]. Until
+/// then they end the process at once, as the second one does afterwards. Further calls change nothing.
 #[allow(clippy::exit)]
 pub fn listen() {
     let handler = || {

@@ -5,6 +5,7 @@ use anyhow::Result;
 use super::open::{Measurement, corpus, locate, open, perplexity};
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::PplArgs;
+use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::model::tokenizer::BosMode;
 
@@ -13,7 +14,7 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     let runnable = open(&located.dir, printer)?;
     let corpus = corpus(args.text.as_deref(), Corpus::heldout, runnable.model.checkpoint())?;
     if args.bos == BosMode::Auto {
-        printer.note(format!("BOS: {}", runnable.tokenizer.bos_evidence()));
+        printer.note(format!("BOS: {}", runnable.tokenizer()?.bos_evidence()));
     }
     let how = Measurement {
         corpus: &corpus,
@@ -22,6 +23,7 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
         max_windows: args.max_windows,
         bos: args.bos,
     };
+    interrupt::listen();
     let result = perplexity(&runnable, &how, "perplexity", printer)?.result;
     printer.object(&result)?;
     printer.text(format!(

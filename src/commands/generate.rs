@@ -18,18 +18,27 @@ use crate::model::tokenizer::{BosHabit, BosMode, BosRule};
 pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     let mut sampler = Sampler::new(SamplerOptions {
         temperature: args.temperature,
-        top_p: args.top_p,
-        top_k: args.top_k,
-        seed: args.seed,
+        top_p: args.top_p.unwrap_or(1.0),
+        top_k: args.top_k.unwrap_or(0),
+        seed: args.seed.unwrap_or(0),
     })?;
-    let located = locate(&args.model, printer)?;
-    let runnable = open(&located.dir, printer)?;
-    let (model, tokenizer) = (&runnable.model, &runnable.tokenizer);
+    let sampling =
+        [("--top-p", args.top_p.is_some()), ("--top-k", args.top_k.is_some()), ("--seed", args.seed.is_some())];
+    let ignored: Vec<&str> = sampling.into_iter().filter(|(_, given)| *given).map(|(name, _)| name).collect();
+    if args.temperature == 0.0 && !ignored.is_empty() {
+        printer.note(format!(
+            "at temperature 0 the likeliest token is taken every time; {} has no effect",
+            ignored.join(", ")
+        ));
+    }
     let mut prompt = args.prompt.clone();
     if prompt == "-" {
         prompt.clear();
         io::stdin().read_to_string(&mut prompt).context("cannot read the prompt from stdin")?;
     }
+    let located = locate(&args.model, printer)?;
+    let runnable = open(&located.dir, printer)?;
+    let (model, tokenizer) = (&runnable.model, runnable.tokenizer()?);
     if args.chat {
         let template = ChatTemplate::load(model.checkpoint())?.context("--chat: the model has no chat template")?;
         let system = args.system.iter().map(|s| Message { role: "system".into(), content: s.clone() });
@@ -49,6 +58,10 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     let mut failed: Option<anyhow::Error> = None;
     let began = Instant::now();
     let stop = generate(model, &tokens, end, args.max_tokens, &mut sampler, &mut |token| {
+        if written == 0 {
+            // The prompt is taken up in steps too long to wait for.
+            interrupt::listen();
+        }
         written += 1;
         let shown = interrupt::check().map_err(anyhow::Error::from).and_then(|()| {
             let piece = stream.push(token)?;
@@ -83,7 +96,7 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
         "tokens": written,
         "tokens_per_second": written as f64 / seconds,
         "stop": reason,
-        "seed": args.seed,
+        "seed": args.seed.unwrap_or(0),
     }))?;
     Ok(())
 }

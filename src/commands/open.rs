@@ -1,5 +1,6 @@
 //! From what the user named to an open model: a folder, a hub id, or the built-in demo checkpoint.
 
+use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -42,6 +43,7 @@ pub struct Located {
 /// Finds the model: downloads it, or unpacks the demo, where need be.
 pub fn locate(args: &ModelArgs, printer: Printer) -> Result<Located> {
     let Some(spec) = &args.model else {
+        warn_of_revision(args, "the built-in demo checkpoint", printer);
         printer.note("no model given: using the built-in demo checkpoint (Llama architecture, 3.7 M parameters)");
         let unpacked =
             tempfile::Builder::new().prefix("quantkit-demo-").tempdir().context("cannot unpack the demo checkpoint")?;
@@ -53,7 +55,7 @@ pub fn locate(args: &ModelArgs, printer: Printer) -> Result<Located> {
     let path = Path::new(spec);
     if !path.exists() && hub::looks_like_id(spec) {
         let mut options = HubOptions::from_env()?;
-        options.revision = Some(args.revision.clone());
+        options.revision.clone_from(&args.revision);
         let (mut bar, mut size, mut done, mut fetched) = (None, 0, 0, 0);
         let dir = hub::fetch(spec, &options, &mut |event| match event {
             HubEvent::FileStarted { name, bytes } => {
@@ -74,16 +76,38 @@ pub fn locate(args: &ModelArgs, printer: Printer) -> Result<Located> {
         let name = spec.rsplit('/').next().unwrap_or(spec).to_string();
         return Ok(Located { dir, name, _unpacked: None });
     }
+    warn_of_revision(args, &format!("the folder `{spec}`"), printer);
     let name = path.canonicalize().ok().and_then(|p| p.file_name().map(|n| n.to_string_lossy().into_owned()));
     Ok(Located { dir: path.into(), name: name.unwrap_or_else(|| "model".into()), _unpacked: None })
+}
+
+fn warn_of_revision(args: &ModelArgs, what: &str, printer: Printer) {
+    if let Some(revision) = &args.revision {
+        printer.warn(format!("{what} has no revisions; --revision {revision} is ignored"));
+    }
 }
 
 /// A model ready to run, with its text side.
 pub struct Runnable {
     pub model: Model,
-    pub tokenizer: Tokenizer,
+    /// Loaded when first asked for: what reads no text needs none.
+    tokenizer: OnceCell<Tokenizer>,
     /// The quantization method of an artifact.
     pub method: Option<&'static str>,
+    printer: Printer,
+}
+
+impl Runnable {
+    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+        if let Some(tokenizer) = self.tokenizer.get() {
+            return Ok(tokenizer);
+        }
+        let tokenizer = Tokenizer::load(self.model.checkpoint())?;
+        if let Some(warning) = tokenizer.warning() {
+            self.printer.warn(warning);
+        }
+        Ok(self.tokenizer.get_or_init(|| tokenizer))
+    }
 }
 
 /// Opens a folder whatever form its weights have.
@@ -95,11 +119,7 @@ pub fn open(dir: &Path, printer: Printer) -> Result<Runnable> {
     }
     let model = Model::open(opened.source, Arc::new(Cpu))
         .with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
-    let tokenizer = Tokenizer::load(model.checkpoint())?;
-    if let Some(warning) = tokenizer.warning() {
-        printer.warn(warning);
-    }
-    Ok(Runnable { model, tokenizer, method: opened.method })
+    Ok(Runnable { model, tokenizer: OnceCell::new(), method: opened.method, printer })
 }
 
 /// A text file, or the built-in one when there is none; chats go through the model's template.
@@ -124,7 +144,7 @@ pub struct Measurement<'a> {
 
 /// Window, BOS and tokens of a measurement.
 fn settle(runnable: &Runnable, how: &Measurement) -> Result<(usize, BosRule, Vec<u32>)> {
-    let Runnable { model, tokenizer, .. } = runnable;
+    let (model, tokenizer) = (&runnable.model, runnable.tokenizer()?);
     let context = model.config.max_positions;
     let window = match how.window {
         Some(window) if how.convention.positions(window) > context => {
@@ -143,13 +163,13 @@ fn settle(runnable: &Runnable, how: &Measurement) -> Result<(usize, BosRule, Vec
 /// Refuses a measurement that [`perplexity`] would refuse, without running the model.
 pub fn check_measurement(runnable: &Runnable, how: &Measurement) -> Result<()> {
     let (window, bos, tokens) = settle(runnable, how)?;
-    plan(how.convention, &tokens, window, bos, runnable.tokenizer.rolling_prefix())?;
+    plan(how.convention, &tokens, window, bos, runnable.tokenizer()?.rolling_prefix())?;
     Ok(())
 }
 
 /// Measures the perplexity of a model.
 pub fn perplexity(runnable: &Runnable, how: &Measurement, what: &str, printer: Printer) -> Result<Measured> {
-    let Runnable { model, tokenizer, .. } = runnable;
+    let (model, tokenizer) = (&runnable.model, runnable.tokenizer()?);
     let (window, bos, tokens) = settle(runnable, how)?;
     let text = how.corpus.text();
     let device = model.backend().device();

@@ -24,7 +24,8 @@ pub enum Stop {
 
 #[derive(Debug, Error)]
 pub enum GenerateError {
-    #[error(transparent)]
+    // Not transparent: that would hide the cause that decides the exit code.
+    #[error("{0}")]
     Model(#[from] ModelError),
     #[error(transparent)]
     Sampler(#[from] SamplerError),
@@ -65,6 +66,17 @@ impl<'a> Session<'a> {
     }
 }
 
+/// The error of logits that no token can be chosen from, after `tokens`: it names what broke the model.
+fn broken(model: &Model, tokens: &[u32], error: SamplerError) -> GenerateError {
+    if !matches!(error, SamplerError::BrokenLogit { .. } | SamplerError::NoCandidate(_)) {
+        return error.into();
+    }
+    match model.first_non_finite(tokens) {
+        Ok(path) => ModelError::NonFinite { path: path.unwrap_or_else(|| "the output head".into()) }.into(),
+        Err(error) => error.into(),
+    }
+}
+
 /// Generates up to `limit` tokens after `prompt`; each goes to `each`, which may stop it with `false`.
 pub fn generate(
     model: &Model,
@@ -83,8 +95,9 @@ pub fn generate(
     }
     let mut session = Session::new(model);
     let mut logits = session.feed(prompt)?;
+    let mut tokens = prompt.to_vec();
     for _ in 0..limit {
-        let token = sampler.sample(&logits)?;
+        let token = sampler.sample(&logits).map_err(|error| broken(model, &tokens, error))?;
         if end.contains(&token) {
             return Ok(Stop::End);
         }
@@ -94,6 +107,7 @@ pub fn generate(
         if session.len == context {
             return Ok(Stop::Context);
         }
+        tokens.push(token);
         logits = session.feed(&[token])?;
     }
     Ok(Stop::Limit)

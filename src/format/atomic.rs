@@ -50,11 +50,13 @@ impl OutputFolder {
     /// Starts the folder `target`, which must not exist or be empty. Creates `.NAME.partial-PID` beside it,
     /// which proves that the parent can be written before any work starts. Missing parents are created.
     pub fn create(target: &Path) -> Result<Self, OutputError> {
+        recover(target);
         Self::start(settle(target)?, false)
     }
 
     /// Like [`OutputFolder::create`], but a folder `target` may exist: it is replaced on commit.
     pub fn replace(target: &Path) -> Result<Self, OutputError> {
+        recover(target);
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.into());
         let replaces = target.is_dir();
         Self::start(if replaces { target } else { settle(&target)? }, replaces)
@@ -136,9 +138,17 @@ impl OutputFolder {
         sync(&split(&self.target)?.0)
     }
 
-    /// Two folders cannot change places at once, so the old one stands aside for a moment.
+    /// The folders change places. Where that cannot be done at once, the old one stands aside for a moment;
+    /// [`recover`] mends what a kill in that moment leaves.
     fn commit_replacing(mut self) -> Result<(), OutputError> {
         let (parent, name) = split(&self.target)?;
+        if exchange(&self.temporary, &self.target).is_ok() {
+            self.committed = true;
+            sync(&parent)?;
+            // The new one stands; what is left of the old one is swept by the next run.
+            let _ = fs::remove_dir_all(&self.temporary);
+            return Ok(());
+        }
         let aside = parent.join(hidden(&name, "replaced", ""));
         let io = |source| OutputError::Io { path: self.target.clone(), source };
         fs::rename(&self.target, &aside).map_err(io)?;
@@ -182,24 +192,55 @@ pub fn lock(dir: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Removes what killed runs left of the output `name`: folders of processes that are gone here and that
-/// nobody holds elsewhere (the same folder may be seen from another container).
+/// Lets two folders of one file system change places in one step.
+#[cfg(any(target_os = "linux", target_os = "android", target_vendor = "apple"))]
+fn exchange(a: &Path, b: &Path) -> io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    Ok(renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)?)
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "android", target_vendor = "apple")))]
+fn exchange(_: &Path, _: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Brings back the folder `target` if a run was killed while it put another in its place, and removes what
+/// such runs left besides.
+pub fn recover(target: &Path) {
+    let Ok((parent, name)) = split(target) else { return };
+    for aside in abandoned(&parent, &name, "replaced") {
+        // What cannot be moved or removed stays for the user to find.
+        let _ = match fs::symlink_metadata(target) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => fs::rename(&aside, target),
+            _ => fs::remove_dir_all(&aside),
+        };
+    }
+}
+
+/// Removes what killed runs left of the output `name`.
 fn remove_abandoned(parent: &Path, name: &OsString) {
-    let mut prefix = OsString::from(".");
-    prefix.push(name);
-    prefix.push(".partial-");
-    let Ok(entries) = fs::read_dir(parent) else { return };
-    for entry in entries.flatten() {
-        let file_name = entry.file_name();
-        let rest = file_name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes());
-        let Some(rest) = rest.and_then(|r| std::str::from_utf8(r).ok()) else { continue };
-        let (process, attempt) = rest.split_once('-').unwrap_or((rest, "0"));
-        let gone = attempt.parse::<u32>().is_ok() && process.parse().is_ok_and(is_gone);
-        if gone && let Ok(Some(_held)) = lock(&entry.path()) {
+    for path in abandoned(parent, name, "partial") {
+        if let Ok(Some(_held)) = lock(&path) {
             // What cannot be removed is no harm to this run.
-            let _ = fs::remove_dir_all(entry.path());
+            let _ = fs::remove_dir_all(path);
         }
     }
+}
+
+/// Folders `.NAME.WHAT-PID` of processes that are gone here. Others may hold them: the same folder may be seen
+/// from another container.
+fn abandoned(parent: &Path, name: &OsString, what: &str) -> Vec<PathBuf> {
+    let mut prefix = OsString::from(".");
+    prefix.push(name);
+    prefix.push(format!(".{what}-"));
+    let is_abandoned = |file_name: &OsString| {
+        let rest = file_name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes());
+        let Some(rest) = rest.and_then(|r| std::str::from_utf8(r).ok()) else { return false };
+        let (process, attempt) = rest.split_once('-').unwrap_or((rest, "0"));
+        attempt.parse::<u32>().is_ok() && process.parse().is_ok_and(is_gone)
+    };
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    entries.filter(|entry| is_abandoned(&entry.file_name())).map(|entry| entry.path()).collect()
 }
 
 fn is_gone(process: i32) -> bool {
@@ -331,6 +372,35 @@ mod tests {
         drop(OutputFolder::replace(&target).unwrap());
         assert!(target.join("second").exists());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    /// A run was killed between the two renames of a replacement, or just after them.
+    #[test]
+    fn old_folders_come_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let (target, aside) = (dir.path().join("out"), dir.path().join(format!(".out.replaced-{}", i32::MAX)));
+        fs::create_dir(&aside).unwrap();
+        fs::write(aside.join("old"), "").unwrap();
+        assert!(matches!(OutputFolder::create(&target), Err(OutputError::Exists(_))));
+        assert!(target.join("old").exists() && !aside.exists());
+
+        fs::create_dir(&aside).unwrap();
+        drop(OutputFolder::replace(&target).unwrap());
+        assert!(target.join("old").exists() && !aside.exists());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn folders_change_places() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        for path in [&a, &b] {
+            fs::create_dir(path).unwrap();
+        }
+        fs::write(a.join("x"), "").unwrap();
+        exchange(&a, &b).unwrap();
+        assert!(b.join("x").exists() && !a.join("x").exists());
+        assert!(exchange(&a, &dir.path().join("absent")).is_err());
     }
 
     #[test]

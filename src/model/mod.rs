@@ -81,6 +81,14 @@ impl Model {
         self.source.checkpoint()
     }
 
+    /// Whether the language model reads this tensor; the rest of a checkpoint is only passed on.
+    pub fn reads(&self, tensor: &str) -> bool {
+        let inside = |path: &str| tensor.strip_prefix(path).is_some_and(|rest| rest.starts_with('.'));
+        ["embed_tokens", "norm"].iter().any(|name| inside(&format!("{}{name}", self.config.prefix)))
+            || inside(head_path(self.config.prefix))
+            || self.blocks.iter().any(|block| inside(&block.path))
+    }
+
     /// Embeds token sequences, one after another, into one chunk.
     pub fn embed(&self, sequences: &[&[u32]], spans: Vec<Span>) -> Result<Chunk, ModelError> {
         let ids = sequences.concat();

@@ -100,3 +100,14 @@ fn a_single_file_outranks_a_stale_index() {
     let files = Checkpoint::open(dir.path()).unwrap().files().to_vec();
     assert_eq!(files.iter().map(|f| &**f).collect::<Vec<_>>(), ["model.safetensors"]);
 }
+
+#[test]
+fn tensors_of_other_parts_are_only_passed_on() {
+    let model = open(&fixture("families/llama"));
+    for name in model.checkpoint().tensors().keys() {
+        assert!(model.reads(name), "{name}");
+    }
+    for name in ["vision_tower.embeddings.weight", "model.layers.99.self_attn.q_proj.weight", "model.normal.weight"] {
+        assert!(!model.reads(name), "{name}");
+    }
+}

@@ -1,6 +1,7 @@
 //! The finished folder: every source tensor copied or replaced, side files, configs, manifest.
 
 use std::collections::BTreeMap;
+use std::error::Error;
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -9,6 +10,7 @@ use serde_json::{Value, json};
 use super::modules::Modules;
 use super::work::Work;
 use crate::checkpoint::Checkpoint;
+use crate::cli::interrupt;
 use crate::format::atomic::OutputFolder;
 use crate::format::config::config_json;
 use crate::format::gptq::linear_specs;
@@ -52,8 +54,10 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
         stored.extend(opened.source.checkpoint().tensors().clone());
     }
     let sharded = write_sharded(folder.path(), specs(source, modules), recipe.max_shard_bytes, |spec: &TensorSpec| {
+        interrupt::check()?;
         let entry = stored.get(&spec.name).or_else(|| source.tensors().get(&spec.name));
-        entry.map(|e| e.bytes.clone()).with_context(|| format!("tensor `{}` has no data", spec.name))
+        // Not `anyhow::Error`, which would hide the cause that decides the exit code.
+        entry.map(|e| e.bytes.clone()).ok_or_else(|| Box::<dyn Error + Send + Sync>::from("it has no data"))
     })?;
     let mut outputs = sharded.files;
     outputs.push(folder.write("config.json", &pretty(&config_json(source.config(), quantization)))?);

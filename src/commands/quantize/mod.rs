@@ -3,6 +3,7 @@
 
 mod artifact;
 mod job;
+mod memory;
 mod modules;
 mod summary;
 mod work;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
 use serde_json::json;
 
 use super::open::{Located, Measurement, Runnable, check_measurement, corpus, locate, open, perplexity};
@@ -21,15 +23,18 @@ use crate::calibrate::corpus::{Corpus, CorpusError, Sampling, windows};
 use crate::calibrate::driver;
 use crate::cli::args::{CalibrationArgs, GptqArgs, ModelArgs, OutputArgs, RtnArgs, SamplingArg, SchemeArgs};
 use crate::cli::exit::{self, CheckFailed};
-use crate::cli::print::Printer;
+use crate::cli::interrupt;
+use crate::cli::print::{Printer, bytes};
 use crate::evaluate::perplexity::{Perplexity, peak_rss_bytes};
 use crate::evaluate::windows::Convention;
-use crate::format::atomic::{OutputFolder, require_space};
+use crate::format::atomic::{OutputFolder, recover, require_space};
 use crate::format::consumers::{check, largest_tp, parse, refusals_everywhere};
 use crate::format::gptq::{GptqConfig, Rule};
 use crate::format::manifest::hash_files;
 use crate::format::safetensors::{plan_shards, planned_bytes};
 use crate::format::verify_manifest;
+use crate::model::Model;
+use crate::model::block::Stage;
 use crate::model::tokenizer::{BosHabit, ids_sha256};
 use crate::pack::gptq::Version;
 use crate::quantize::gptq::GptqOptions;
@@ -39,7 +44,7 @@ use crate::scheme::{GroupSize, Scheme};
 use job::Job;
 use modules::Modules;
 use summary::Summary;
-use work::Work;
+use work::{Found, ModuleReport, Work, blocks};
 
 pub fn gptq(args: &GptqArgs, printer: Printer) -> Result<()> {
     let order = if args.desc_act { Order::Activation } else { args.order.into() };
@@ -68,6 +73,9 @@ pub fn gptq(args: &GptqArgs, printer: Printer) -> Result<()> {
 
 pub fn rtn(args: &RtnArgs, printer: Printer) -> Result<()> {
     let method = Method::Rtn { scheme: scheme(&args.scheme)?, grid: args.grid.into() };
+    if let (false, Some(option)) = (method.calibrates(), args.calibration.given()) {
+        bail!("{option} is for calibration, and rtn calibrates only with `--grid hessian`");
+    }
     Run {
         method,
         model: &args.model,
@@ -101,6 +109,9 @@ impl Run<'_> {
         let began = Instant::now();
         let printer = self.printer;
         let base = self.method.scheme();
+        if self.calibration.seed.is_some() && self.calibration.sampling != Some(SamplingArg::Random) {
+            bail!("--seed is for `--sampling random`");
+        }
         let located = locate(self.model, printer)?;
         let target = self.target(&located)?;
         let original = open(&located.dir, printer)?;
@@ -121,7 +132,15 @@ impl Run<'_> {
         self.check_consumers(&modules, version, scattered)?;
         let config = self.gptq_config(&modules, version, scattered);
         let quantization = config.quantization_config();
-        let bad = model.checkpoint().non_finite();
+        // Masks among the buffers of other parts may well hold infinities.
+        let (bad, elsewhere): (Vec<_>, Vec<_>) =
+            model.checkpoint().non_finite().into_iter().partition(|found| model.reads(&found.tensor));
+        for found in elsewhere {
+            self.printer.warn(format!(
+                "tensor `{}`, which is only copied, holds {} values that are not finite",
+                found.tensor, found.count
+            ));
+        }
         if let Some(first) = bad.first() {
             bail!(
                 "tensor `{}` holds {} values that are not finite (first at element {}){}: the checkpoint is damaged",
@@ -135,28 +154,38 @@ impl Run<'_> {
 
         let measurement = if self.output.no_eval { None } else { Some(self.eval_text(&original)?) };
 
+        interrupt::listen();
         let folder =
             if self.output.overwrite { OutputFolder::replace(&target)? } else { OutputFolder::create(&target)? };
         let shards = plan_shards(artifact::specs(model.checkpoint(), &modules), self.max_shard_bytes());
         // The blocks stand in the work folder until the artifact is whole.
-        require_space(folder.path(), planned_bytes(&shards)? * 2 + (16 << 20))?;
+        let needed = planned_bytes(&shards)? * 2 + (16 << 20);
+        require_space(folder.path(), needed.saturating_sub(Work::held_bytes(&target)?))?;
 
         let sources: Vec<String> =
             model.checkpoint().files().iter().map(|f| f.to_string()).chain(["config.json".into()]).collect();
-        let source_files = hash_files(model.checkpoint().dir(), &sources)?;
+        let mut source_files = Vec::new();
+        for file in &sources {
+            interrupt::check()?;
+            source_files.extend(hash_files(model.checkpoint().dir(), std::slice::from_ref(file))?);
+        }
         let recipe = Recipe {
             method: self.method.clone(),
             rules: self.scheme.rules.clone(),
             skips: self.scheme.skips.clone(),
-            on_misfit: format!("{:?}", self.scheme.on_misfit).to_lowercase(),
+            on_misfit: spelling(self.scheme.on_misfit),
             checkpoint_format: version.name().into(),
             max_shard_bytes: self.max_shard_bytes(),
             calibration: calibrated.as_ref().map(|(_, record)| record.clone()),
         };
         let record = json!({"tool": env!("CARGO_PKG_VERSION"), "recipe": recipe, "source": source_files});
-        let (work, resumed) = Work::open(&target, &record, quantization.clone(), self.output.resume)?;
+        let Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.output.resume)?;
         if self.output.resume && !resumed {
             printer.note("--resume: no earlier run is there; starting from the first block");
+        }
+
+        if removed > 0 {
+            printer.note(format!("removed {} of an earlier run with other options", blocks(removed)));
         }
 
         let prepared = began.elapsed().as_secs_f64();
@@ -164,7 +193,7 @@ impl Run<'_> {
         // A model that cannot be measured is found before the long part of the work.
         let before = measurement.as_ref().map(|text| self.measure(&original, text, "before")).transpose()?;
         let measuring = phase.elapsed().as_secs_f64();
-        self.announce(&modules, calibrated.as_ref());
+        self.announce(model, &modules, calibrated.as_ref());
         let steps = printer.steps(self.method.name(), model.blocks.len() as u64);
         let mut job = Job::new(&self.method, &modules, version, Arc::new(Cpu), &work, steps);
         let phase = Instant::now();
@@ -192,20 +221,36 @@ impl Run<'_> {
             work: &work,
             blocks: model.blocks.len(),
         };
-        let size = artifact::fill(&folder, &contents)?;
+        let finished = artifact::fill(&folder, &contents).and_then(|size| {
+            let writing = phase.elapsed().as_secs_f64();
+            let artifact = read_back(folder.path(), printer)?;
+            let phase = Instant::now();
+            let after = measurement.as_ref().map(|text| self.measure(&artifact, text, "after")).transpose()?;
+            if let Some(after) = after.as_ref().filter(|after| !after.perplexity.is_finite()) {
+                bail!(CheckFailed(format!("the perplexity of the artifact is {}", after.perplexity)));
+            }
+            Ok((size, after, writing, measuring + phase.elapsed().as_secs_f64()))
+        });
+        let (size, after, writing, measuring) = match finished {
+            Ok(finished) => finished,
+            Err(error) => return Err(self.stopped(error, work)),
+        };
+        // Only what has passed gets the name, and takes the place of an older artifact.
+        let phase = Instant::now();
         folder.commit()?;
         work.remove()?;
-        let writing = phase.elapsed().as_secs_f64();
+        let writing = writing + phase.elapsed().as_secs_f64();
 
         let summary = Summary {
             target,
             source: source_size(&original),
             size,
             modules,
+            dead_channels: dead_channels(model, &reports),
             reports,
             seconds: json!({"preparing": prepared, "quantizing": quantizing, "of_which_solving": solving, "writing": writing, "measuring": measuring}),
         };
-        self.conclude(summary, measurement.as_ref().zip(before))
+        self.conclude(&summary, before.zip(after))
     }
 
     /// What happens to finished blocks when the run ends early.
@@ -214,8 +259,12 @@ impl Run<'_> {
             // The same options would come to the same end.
             return work.remove().err().unwrap_or(error);
         }
-        if work.has_blocks() {
-            self.printer.note("finished blocks are kept; the same command with --resume goes on from there");
+        if work.finished() > 0 {
+            self.printer.note(format!(
+                "{} finished, kept in `{}`; the same command with --resume goes on from there",
+                blocks(work.finished()),
+                work.dir().display()
+            ));
         }
         error
     }
@@ -239,6 +288,7 @@ impl Run<'_> {
             )
             .into()
         });
+        recover(&target);
         if !target.exists() || fs::read_dir(&target).is_ok_and(|mut entries| entries.next().is_none()) {
             return Ok(target);
         }
@@ -307,7 +357,7 @@ impl Run<'_> {
 
     fn calibrated(&self, original: &Runnable) -> Result<Calibrated> {
         let args = self.calibration;
-        let (model, tokenizer) = (&original.model, &original.tokenizer);
+        let (model, tokenizer) = (&original.model, original.tokenizer()?);
         let corpus = corpus(args.calib.as_deref(), Corpus::builtin, model.checkpoint())?;
         let context = model.config.max_positions;
         let seqlen = args.seqlen.unwrap_or(512.min(context));
@@ -316,8 +366,11 @@ impl Run<'_> {
         }
         let bos = self.output.bos.settle(tokenizer, model.config.family.needs_bos, BosHabit::Once)?;
         let (sampling, described) = match args.sampling {
-            SamplingArg::InOrder => (Sampling::InOrder, "in-order".to_string()),
-            SamplingArg::Random => (Sampling::Random { seed: args.seed }, format!("random, seed {}", args.seed)),
+            None | Some(SamplingArg::InOrder) => (Sampling::InOrder, "in-order".to_string()),
+            Some(SamplingArg::Random) => {
+                let seed = args.seed.unwrap_or(0);
+                (Sampling::Random { seed }, format!("random, seed {seed}"))
+            }
         };
         let tokens = match sampling {
             Sampling::InOrder => {
@@ -344,7 +397,7 @@ impl Run<'_> {
         Ok((windows, record))
     }
 
-    fn announce(&self, modules: &Modules, calibrated: Option<&Calibrated>) {
+    fn announce(&self, model: &Model, modules: &Modules, calibrated: Option<&Calibrated>) {
         let base = self.method.scheme();
         let count = modules.modules.iter().filter(|m| m.scheme.is_some()).count();
         let data = calibrated.map_or("no calibration data".into(), |(_, c)| {
@@ -358,27 +411,27 @@ impl Run<'_> {
             base.bits,
             base.group_size
         ));
+        if let Some((windows, record)) = calibrated {
+            let needed = memory::estimate(model, &self.method, windows.len() * record.seqlen);
+            self.printer.note(format!("memory: about {}", bytes(needed)));
+            if let Some(available) = memory::available().filter(|available| *available < needed) {
+                self.printer.warn(format!(
+                    "only {} are available; fewer --nsamples or a shorter --seqlen need less",
+                    bytes(available)
+                ));
+            }
+        }
     }
 
-    /// Re-opens what was written, measures it, and says what came of it all.
-    fn conclude(&self, summary: Summary, measured: Option<(&Corpus, Perplexity)>) -> Result<()> {
+    /// Says what came of it all, and holds it against the limit the user set.
+    fn conclude(&self, summary: &Summary, measured: Option<(Perplexity, Perplexity)>) -> Result<()> {
         let printer = self.printer;
-        let artifact = open(&summary.target, printer).context("the artifact cannot be read back")?;
-        if let Some(wrong) = verify_manifest(&summary.target)?.first() {
-            return Err(CheckFailed(format!("the artifact on disk is not what was written: {wrong}")).into());
-        }
         let mut object = summary.json();
-        let phase = Instant::now();
-        let measured = match measured {
-            Some((text, before)) => Some((before, self.measure(&artifact, text, "after")?)),
-            None => None,
-        };
-        let measuring = summary.seconds["measuring"].as_f64().unwrap_or_default() + phase.elapsed().as_secs_f64();
-        object["seconds"]["measuring"] = measuring.into();
         object["peak_rss_bytes"] = peak_rss_bytes().into();
         for line in summary.lines() {
             printer.text(line)?;
         }
+        let mut too_much = None;
         if let Some((before, after)) = measured {
             object["perplexity_before"] = serde_json::to_value(&before)?;
             object["perplexity_after"] = serde_json::to_value(&after)?;
@@ -388,9 +441,17 @@ impl Run<'_> {
                 before.perplexity, after.perplexity, before.tokens, self.eval_text_name(), before.bos,
                 convention = before.convention
             ))?;
+            too_much = self.output.max_increase.filter(|limit| change > *limit).map(|limit| (change, limit));
         }
         printer.object(&object)?;
-        Ok(())
+        match too_much {
+            Some((change, limit)) => Err(CheckFailed(format!(
+                "the perplexity rose by {change:.2} %, more than the {limit} % of --max-increase; the artifact is in `{}` all the same",
+                summary.target.display()
+            ))
+            .into()),
+            None => Ok(()),
+        }
     }
 
     fn eval_text_name(&self) -> String {
@@ -409,7 +470,7 @@ impl Run<'_> {
             corpus: text,
             convention: Convention::Gptq,
             window: Some(512.min(runnable.model.config.max_positions)),
-            max_windows: Some(self.output.eval_windows as usize),
+            max_windows: Some(self.output.eval_windows.unwrap_or(16) as usize),
             bos: self.output.bos,
         }
     }
@@ -417,6 +478,29 @@ impl Run<'_> {
     fn measure(&self, runnable: &Runnable, text: &Corpus, what: &str) -> Result<Perplexity> {
         Ok(perplexity(runnable, &self.measurement(runnable, text), what, self.printer)?.result)
     }
+}
+
+/// Opens what was written, and holds it against its manifest. Failing here is no fault of the input.
+fn read_back(dir: &Path, printer: Printer) -> Result<Runnable> {
+    let failed = |why: String| anyhow::Error::from(CheckFailed(why));
+    let artifact = open(dir, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
+    let wrong = verify_manifest(dir).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
+    match wrong.first() {
+        Some(wrong) => Err(failed(format!("the artifact on disk is not what was written: {wrong}"))),
+        None => Ok(artifact),
+    }
+}
+
+/// Linears of a stage share their inputs, so that each stage counts once.
+fn dead_channels(model: &Model, reports: &[ModuleReport]) -> usize {
+    let of = |path: &str| reports.iter().find(|r| r.module == path).map_or(0, |r| r.dead_channels);
+    let stages = model.blocks.iter().flat_map(|block| Stage::ALL.map(|stage| block.linears(stage)));
+    stages.map(|linears| linears.iter().map(|linear| of(&linear.path)).max().unwrap_or(0)).sum()
+}
+
+/// How the command line spells a choice.
+fn spelling(choice: impl ValueEnum) -> String {
+    choice.to_possible_value().map(|value| value.get_name().to_string()).unwrap_or_default()
 }
 
 fn source_size(original: &Runnable) -> u64 {

@@ -17,6 +17,8 @@ pub struct Summary {
     pub size: u64,
     pub modules: Modules,
     pub reports: Vec<ModuleReport>,
+    /// Input channels that calibration saw only as zero; one that several modules share counts once.
+    pub dead_channels: usize,
     /// By phase.
     pub seconds: Value,
 }
@@ -52,20 +54,16 @@ impl Summary {
         for report in self.fallbacks() {
             lines.push(format!("{}: fell back to rounding ({})", report.module, &report.method[5..]));
         }
-        if self.dead_channels() > 0 {
+        if self.dead_channels > 0 {
             // GPTQ does not keep weights that nothing was seen to depend on.
             let gptq = self.reports.iter().any(|r| r.dead_channels > 0 && r.method == "gptq");
             lines.push(format!(
                 "{} input channels were zero throughout calibration{}",
-                self.dead_channels(),
+                self.dead_channels,
                 if gptq { "; their weights are zero now" } else { "" }
             ));
         }
         lines
-    }
-
-    fn dead_channels(&self) -> usize {
-        self.reports.iter().map(|r| r.dead_channels).sum()
     }
 
     /// For programs.
@@ -78,7 +76,7 @@ impl Summary {
             "quantized_modules": self.reports.len(),
             "fallbacks": self.fallbacks().iter().map(|r| json!({"module": r.module, "why": &r.method[5..]})).collect::<Vec<_>>(),
             "changed_by_shape": self.modules.notes,
-            "dead_channels": self.dead_channels(),
+            "dead_channels": self.dead_channels,
             "loss": self.reports.iter().map(|r| r.loss).sum::<f64>(),
             "seconds": self.seconds,
         })

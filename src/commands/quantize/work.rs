@@ -33,6 +33,15 @@ pub struct ModuleReport {
     pub dead_channels: usize,
 }
 
+/// What [`Work::open`] found.
+pub struct Found {
+    pub work: Work,
+    /// The blocks of an equal run are there.
+    pub resumed: bool,
+    /// How many blocks of another run were removed.
+    pub removed: usize,
+}
+
 /// The folder beside the output that holds finished blocks. It goes when it is dropped without any.
 pub struct Work {
     dir: PathBuf,
@@ -41,13 +50,32 @@ pub struct Work {
 }
 
 impl Work {
-    /// Opens the work folder of `out` for a run described by `job`. With `resume` blocks of an equal run
-    /// are kept; otherwise leftovers are removed.
-    pub fn open(out: &Path, job: &Value, quantization: Value, resume: bool) -> Result<(Self, bool)> {
+    fn folder(out: &Path) -> Result<PathBuf> {
         let name = out.file_name().context("the output folder needs a name")?.to_string_lossy();
-        let dir = out.with_file_name(format!(".{name}.quantkit-work"));
+        Ok(out.with_file_name(format!(".{name}.quantkit-work")))
+    }
+
+    /// Bytes that the work folder of `out` holds: blocks that need not be written, or will be removed.
+    pub fn held_bytes(out: &Path) -> Result<u64> {
+        let (mut bytes, mut waiting) = (0, vec![Self::folder(out)?]);
+        while let Some(dir) = waiting.pop() {
+            for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+                match entry.metadata() {
+                    Ok(found) if found.is_dir() => waiting.push(entry.path()),
+                    Ok(found) => bytes += found.len(),
+                    Err(_) => {}
+                }
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// Opens the work folder of `out` for a run described by `job`. Blocks of an equal run are kept, and only
+    /// `resume` goes on from them; those of another run are removed.
+    pub fn open(out: &Path, job: &Value, quantization: Value, resume: bool) -> Result<Found> {
+        let dir = Self::folder(out)?;
         let record = dir.join("job.json");
-        let mut resumed = false;
+        let (mut resumed, mut removed) = (false, 0);
         // Where folders cannot be locked, two runs at once are the user's affair.
         let take = || match lock(&dir) {
             Ok(None) => {
@@ -57,9 +85,10 @@ impl Work {
         };
         if dir.exists() {
             let _held = take()?;
+            let earlier: Value =
+                fs::read(&record).ok().and_then(|b| serde_json::from_slice(&b).ok()).unwrap_or_default();
+            let finished = blocks_in(&dir);
             if resume {
-                let earlier: Value =
-                    fs::read(&record).ok().and_then(|b| serde_json::from_slice(&b).ok()).unwrap_or_default();
                 if earlier != *job {
                     bail!(
                         "--resume: `{}` comes from other options, another model or another version{}; run without --resume to start anew",
@@ -68,7 +97,14 @@ impl Work {
                     );
                 }
                 resumed = true;
+            } else if earlier == *job && finished > 0 {
+                bail!(
+                    "an earlier run with the same options finished {}, kept in `{}`; use `--resume` to go on from there, or delete that folder to start anew",
+                    blocks(finished),
+                    dir.display()
+                );
             } else {
+                removed = finished;
                 fs::remove_dir_all(&dir)
                     .with_context(|| format!("cannot remove `{}` of an earlier run", dir.display()))?;
             }
@@ -78,14 +114,16 @@ impl Work {
         if !resumed {
             write_atomic(&record, &pretty(job))?;
         }
-        Ok((work, resumed))
+        Ok(Found { work, resumed, removed })
     }
 
-    /// Whether there are blocks that `--resume` could take up.
-    pub fn has_blocks(&self) -> bool {
-        let is_block = |name: &str| name.starts_with("block-");
-        let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
-        entries.into_iter().any(|entry| entry.file_name().to_str().is_some_and(is_block))
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// How many blocks there are that `--resume` could take up.
+    pub fn finished(&self) -> usize {
+        blocks_in(&self.dir)
     }
 
     fn block(&self, index: usize) -> PathBuf {
@@ -102,7 +140,9 @@ impl Work {
             let reports = serde_json::from_slice(&fs::read(dir.join("report.json"))?)?;
             Ok((format::open(Checkpoint::open(&dir)?)?, reports))
         };
-        read().map(Some).with_context(|| format!("`{}` is damaged; run without --resume to start anew", dir.display()))
+        read()
+            .map(Some)
+            .with_context(|| format!("`{}` is damaged; delete it and run with --resume again", dir.display()))
     }
 
     /// Stores block `index`: whole, or not at all.
@@ -132,11 +172,22 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        if !self.has_blocks() {
+        if self.finished() == 0 {
             // Without blocks it is worth nothing to anyone, and nobody is left to hear of a failure.
             let _ = fs::remove_dir_all(&self.dir);
         }
     }
+}
+
+fn blocks_in(dir: &Path) -> usize {
+    let is_block = |name: &str| name.starts_with("block-");
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_name().to_str().is_some_and(is_block)).count()
+}
+
+/// So many blocks, in words.
+pub fn blocks(count: usize) -> String {
+    format!("{count} block{}", if count == 1 { "" } else { "s" })
 }
 
 /// The first top-level key in which two records differ, for the message.
