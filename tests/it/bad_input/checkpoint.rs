@@ -222,6 +222,22 @@ fn tokenizer_larger_than_the_model() {
     unreadable(&scene, &["token ids up to 129", "needs 130 embedding rows", "the model has 128"]);
 }
 
+/// A token after the last row of the embedding is worth a warning, until the text has it.
+#[test]
+fn token_added_beyond_the_embedding() {
+    let scene = Scene::tiny("llama");
+    scene.edit_json("model/tokenizer.json", |file| {
+        let mut token = file["added_tokens"][0].clone();
+        token["id"] = json!(128);
+        token["content"] = json!("[PAD]");
+        file["added_tokens"].as_array_mut().unwrap().push(token);
+    });
+    let eval = ["eval", "ppl", "model", "--text", "eval.txt", "--max-windows", "1"];
+    scene.run(&eval).ok().says(&["warning: `model/tokenizer.json` adds token 128 (`[PAD]`) outside the embedding"]);
+    scene.write("eval.txt", "[PAD]".repeat(3000));
+    scene.refused(&eval, &["token 128 is outside the vocabulary of 128"]);
+}
+
 #[test]
 fn quantized_already() {
     let scene = Scene::tiny("llama");
