@@ -63,3 +63,17 @@ pub fn report(error: &anyhow::Error) -> ExitCode {
     to_stderr(&format!("error: {text}"));
     ExitCode::from(code)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::generate::GenerateError;
+
+    #[test]
+    fn causes_decide() {
+        let device = || DeviceError { device: "gpu".into(), why: "lost".into() };
+        assert_eq!(code(&GenerateError::from(ModelError::Device(device())).into()), 3);
+        assert_eq!(code(&GenerateError::from(ModelError::NonFinite { path: "x".into() }).into()), 1);
+        assert_eq!(code(&GenerateError::EmptyPrompt.into()), 2);
+    }
+}

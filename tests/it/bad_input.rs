@@ -7,12 +7,11 @@ mod numbers;
 mod options;
 mod output;
 
-use crate::support::scene::{Scene, TINY};
+use crate::support::scene::{Scene, tiny_args};
 
 /// `gptq model -o out` with `more` and what else [`TINY`] says.
 fn gptq<'a>(more: &[&'a str]) -> Vec<&'a str> {
-    let others = TINY.chunks(2).filter(|option| !more.contains(&option[0]));
-    [&["gptq", "model", "-o", "out"], more, &others.flatten().copied().collect::<Vec<_>>()].concat()
+    tiny_args(&[&["gptq", "model", "-o", "out"], more].concat())
 }
 
 /// Both ways into a model refuse it alike.

@@ -14,7 +14,7 @@ const GLOBAL: [&str; 3] = ["--threads", "--quiet", "--help"];
 const MODEL: [&str; 2] = ["[MODEL]", "--revision"];
 const SCHEME: [&str; 6] = ["--bits", "--group-size", "--asym", "--rule", "--skip", "--on-misfit"];
 const CALIBRATION: [&str; 5] = ["--calib", "--nsamples", "--seqlen", "--sampling", "--seed"];
-const OUTPUT: [&str; 11] = [
+const OUTPUT: [&str; 12] = [
     "--out",
     "--overwrite",
     "--resume",
@@ -24,6 +24,7 @@ const OUTPUT: [&str; 11] = [
     "--no-eval",
     "--eval-text",
     "--eval-windows",
+    "--max-increase",
     "--bos",
     "--json",
 ];

@@ -514,3 +514,19 @@ fn file_name(path: &Path) -> String {
 fn others(count: usize) -> String {
     if count > 1 { format!(", and {} more tensors do", count - 1) } else { String::new() }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// The input was fine; what was made of it is not.
+    #[test]
+    fn damaged_output_is_a_failed_check() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("config.json"), "{").unwrap();
+        let error = read_back(dir.path(), Printer::new(true, false)).err().unwrap();
+        assert_eq!(exit::code(&error), exit::CHECK_FAILED);
+        assert!(error.to_string().starts_with("the artifact cannot be read back: "), "{error}");
+    }
+}

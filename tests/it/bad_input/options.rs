@@ -24,12 +24,31 @@ fn impossible_values() {
     usage(&["gptq", "--order", "random"], &["--order", "group-aware", "activation", "natural"]);
     usage(&["gptq", "--order", "natural", "--desc-act"], &["--order", "--desc-act", "cannot be used with"]);
     usage(&["gptq", "--max-shard-size", "0"], &["--max-shard-size"]);
+    usage(&["gptq", "--max-shard-size", "18446744073710"], &["--max-shard-size"]);
+    usage(&["gptq", "--max-increase", "NaN"], &["--max-increase"]);
     usage(&["gptq", "--threads", "0"], &["--threads"]);
     usage(&["gptq", "--checkpoint-format", "awq"], &["--checkpoint-format", "gptq_v2"]);
     usage(&["eval", "ppl", "--convention", "gguf"], &["--convention", "gptq, llamacpp, lmeval"]);
     usage(&["eval", "ppl", "--bos", "maybe"], &["--bos", "auto, none, window, once"]);
     usage(&["gptq", "--frobnicate"], &["--frobnicate"]);
     usage(&["quantise"], &["quantise"]);
+}
+
+/// Options that nothing would read.
+#[test]
+fn options_without_effect() {
+    for option in [["--calib", "calib.txt"], ["--nsamples", "4"], ["--seqlen", "32"], ["--sampling", "random"]] {
+        usage(&[&["rtn", "-o", "out"], &option[..]].concat(), &[option[0], "--grid hessian"]);
+    }
+    usage(&["gptq", "-o", "out", "--seed", "1"], &["--seed", "--sampling random"]);
+    for option in [["--eval-text", "eval.txt"], ["--eval-windows", "2"], ["--max-increase", "5"]] {
+        usage(&[&["gptq", "-o", "out", "--no-eval"], &option[..]].concat(), &[option[0], "--no-eval"]);
+    }
+    let scene = Scene::tiny("llama");
+    for model in [&["model"][..], &[]] {
+        let args = [&["generate"], model, &["--prompt", "a", "--max-tokens", "1", "--revision", "v2"]].concat();
+        scene.run(&args).ok().says(&["warning: ", "--revision v2 is ignored"]);
+    }
 }
 
 /// The tiny models have 64 and 96 input channels: 48 divides neither, 64 only one.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use super::gptq;
-use crate::support::scene::{Scene, TINY, listing};
+use crate::support::scene::{Scene, TINY, listing, tiny_args};
 
 #[test]
 fn a_file_stands_there() {
@@ -139,14 +139,17 @@ fn the_disk_fills_up() {
     let path = scene.path("disk");
     // Itself, output and work folders, job.json, a block of one folder and three files, and one to spare.
     let Some(disk) = Disk::mount(&path, "size=64m,nr_inodes=10") else { return };
-    let args = [&["gptq", "model", "-o", "disk/out", "--no-eval"], &TINY[..]].concat();
+    let args = tiny_args(&["gptq", "model", "-o", "disk/out", "--no-eval"]);
     let ran = scene.run(&args).ended(2).says(&["gptq 1/2", "No space left on device", "--resume goes on"]);
     assert!(ran.stderr.lines().any(|line| line.starts_with("error: cannot write `disk/")), "{}", ran.stderr);
     let left: Vec<String> = listing(&path).into_keys().filter(|name| !name.contains('/')).collect();
     assert_eq!(left, [".out.quantkit-work"]);
 
+    // What finished blocks hold is not asked for again.
     disk.remount("nr_inodes=1000");
+    scene.write("disk/.out.quantkit-work/block-00000/padding", vec![0; 40 << 20]);
+    scene.write("disk/other", vec![0; 15 << 20]);
     scene.run(&[&args[..], &["--resume"]].concat()).ok().says(&["model.layers.0 restored"]);
     let left: Vec<String> = listing(&path).into_keys().filter(|name| !name.contains('/')).collect();
-    assert_eq!(left, ["out"]);
+    assert_eq!(left, ["other", "out"]);
 }

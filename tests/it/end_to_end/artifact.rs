@@ -169,7 +169,7 @@ fn measurements_do_not_depend_on_threads() {
 #[test]
 fn rounding_without_data() {
     let scene = Scene::tiny("llama");
-    scene.run(&["rtn", "model", "-o", "out", "--group-size", "32", "--calib", "absent.txt", "--no-eval"]).ok();
+    scene.run(&["rtn", "model", "-o", "out", "--group-size", "32", "--no-eval"]).ok();
     let manifest = scene.json("out/quantkit.json");
     assert_eq!(manifest["options"]["method"], "rtn");
     assert_eq!(manifest["options"]["grid"], "mse");
@@ -203,6 +203,37 @@ fn sharded_sources() {
         ]
     );
     assert!(!sharded.path("out/model.safetensors.index.json").exists());
+}
+
+/// Nothing is read where nothing calibrates or measures.
+#[test]
+fn rounding_needs_no_tokenizer() {
+    let scene = Scene::tiny("llama");
+    fs::remove_file(scene.path("model/tokenizer.json")).unwrap();
+    scene.tiny_run(&["rtn", "model", "-o", "out", "--no-eval"]).ok();
+    assert!(scene.path("out/model.safetensors").exists());
+    scene.refused(&["rtn", "model", "-o", "more", "--group-size", "32"], &["no `tokenizer.json`"]);
+}
+
+#[test]
+fn too_much_damage() {
+    let scene = Scene::demo();
+    let args = ["rtn", "--bits", "2", "--grid", "max-abs", "--eval-text", "eval.txt", "--eval-windows", "2", "-o"];
+    let ran = scene.run(&[&args[..], &["out", "--max-increase", "5", "--json"]].concat()).ended(1);
+    ran.json()["perplexity_after"].as_object().unwrap();
+    let said = ran.says(&["error: the perplexity rose by", "5 % of --max-increase", "the artifact is in `out`"]);
+    assert_eq!(said.code, Some(1));
+    assert!(scene.path("out/quantkit.json").exists() && !scene.path(".out.quantkit-work").exists());
+    scene.run(&[&args[..], &["more", "--max-increase", "1e9"]].concat()).ok();
+}
+
+/// What the user wrote is what the record says.
+#[test]
+fn options_are_recorded_as_they_are_spelled() {
+    let scene = Scene::tiny("llama");
+    let args = ["rtn", "model", "-o", "out", "--on-misfit", "smaller-group", "--group-size", "64", "--no-eval"];
+    scene.run(&args).ok();
+    assert_eq!(scene.json("out/quantkit.json")["options"]["on_misfit"], "smaller-group");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Every scheme and order: what is read back is what the run measured.
 
 use super::number;
-use crate::support::scene::{Scene, TINY, tensors};
+use crate::support::scene::{Scene, TINY, tensors, tiny_args};
 
 const ORDERS: [&[&str]; 4] = [
     &["--order", "group-aware"],
@@ -115,8 +115,8 @@ fn other_settings() {
     {
         if args[0] == "--bos" {
             // `eval ppl` would need the same option.
-            let args = [&["gptq", "model", "-o", "bos", "--no-eval"], *args, &TINY[..]].concat();
-            scene.run(&args).ok().says(&["(BOS window)"]);
+            let args = [&["gptq", "model", "-o", "bos", "--no-eval"], *args].concat();
+            scene.run(&tiny_args(&args)).ok().says(&["(BOS window)"]);
         } else {
             reads_back(&scene, args, &format!("out{i}"));
         }

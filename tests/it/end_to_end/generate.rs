@@ -47,6 +47,17 @@ fn json() {
 }
 
 #[test]
+fn options_of_sampling_without_sampling() {
+    let scene = Scene::demo();
+    let args = ["generate", "--prompt", PROMPT, "--max-tokens", "2"];
+    let ran = scene.run(&[&args[..], &["--top-k", "5", "--seed", "3"]].concat()).ok();
+    let ran = ran.says(&["at temperature 0", "--top-k, --seed has no effect"]);
+    assert!(!ran.stderr.contains("--top-p"), "{}", ran.stderr);
+    let ran = scene.run(&[&args[..], &["--temperature", "1", "--seed", "3"]].concat()).ok();
+    assert!(!ran.stderr.contains("no effect"), "{}", ran.stderr);
+}
+
+#[test]
 fn prompts_from_stdin() {
     let scene = Scene::demo();
     let args = ["generate", "--prompt", "-", "--max-tokens", "8", "--quiet"];

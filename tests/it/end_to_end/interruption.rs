@@ -23,11 +23,16 @@ struct HalfWay {
 
 impl HalfWay {
     fn start(dir: &Path, args: &[&str]) -> Self {
+        Self::after(dir, args, "gptq 1/4 ")
+    }
+
+    /// A run that has just said `words`.
+    fn after(dir: &Path, args: &[&str], words: &str) -> Self {
         let mut command = std_command(dir, args);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stderr = BufReader::new(child.stderr.take().unwrap());
         let mut said = String::new();
-        while !said.contains("gptq 1/4 ") {
+        while !said.contains(words) {
             assert!(stderr.read_line(&mut said).unwrap() > 0, "it ended too early:\n{said}");
         }
         Self { child, stderr }
@@ -64,6 +69,7 @@ fn interrupted_and_resumed() {
     let (status, said) = run.end();
     assert_eq!(status.code(), Some(130), "{said}");
     assert!(said.contains("stopped: interrupted") && said.contains("--resume"), "{said}");
+    assert!(said.contains("kept in `.out.quantkit-work`"), "{said}");
     assert_eq!(made(&scene), [".out.quantkit-work"]);
     let kept = blocks(&scene);
     assert!((1..4).contains(&kept.len()), "{kept:?}");
@@ -87,6 +93,10 @@ fn interrupted_and_resumed() {
     scene.write("calib.txt", [&b"x"[..], &calib].concat());
     scene.refused(&to("out", &["--resume"]), &["`calibration`", "`text_sha256` differs"]);
     scene.write("calib.txt", calib);
+
+    // What it did is not thrown away unasked.
+    let words = format!("finished {} block", kept.len());
+    scene.refused(&to("out", &[]), &[&words, "`.out.quantkit-work`", "`--resume`", "delete that folder"]);
 
     scene
         .run(&to("out", &["--resume"]))
@@ -127,8 +137,41 @@ fn killed_and_begun_anew() {
     // Without --resume, other options are no obstacle, and nothing of the old run is used.
     let ran = scene.run(&to("out", &["--bits", "8"])).ok();
     assert!(!ran.stderr.contains("restored"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("of an earlier run with other options"), "{}", ran.stderr);
     assert_eq!(made(&scene), ["out"]);
     assert_eq!(scene.json("out/quantize_config.json")["bits"], 8);
+}
+
+/// Between the last block and the end nothing is lost either: the artifact has no name before it was measured.
+#[test]
+fn interrupted_while_measuring() {
+    let scene = Scene::demo();
+    let args = [&RUN[..7], &["-o", "out", "--eval-windows", "12"]].concat();
+    let run = HalfWay::after(scene.root(), &args, "gptq 4/4 ");
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    run.signal(Signal::INT);
+    let (status, said) = run.end();
+    assert_eq!(status.code(), Some(130), "{said}");
+    assert_eq!(made(&scene), [".out.quantkit-work"]);
+    assert_eq!(blocks(&scene).len(), 4);
+    let again = [&args[..], &["--resume"]].concat();
+    scene.run(&again).ok().says(&["gptq 4/4 model.layers.3 restored"]);
+    assert_eq!(made(&scene), ["out"]);
+}
+
+/// Where nothing is to be tidied up, Ctrl-C ends the process at once, as everywhere.
+#[test]
+fn interrupted_before_the_work() {
+    use std::os::unix::process::ExitStatusExt;
+    let scene = Scene::tiny("llama");
+    let mut command = std_command(scene.root(), &["generate", "model", "--prompt", "-"]);
+    let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let ended = child.try_wait().unwrap();
+    let _ = child.kill();
+    assert_eq!(ended.and_then(|status| status.signal()), Some(Signal::INT.as_raw()));
 }
 
 #[test]
@@ -149,7 +192,7 @@ fn damaged_blocks_are_not_used() {
     let whole = scene.read(block);
     scene.write(block, &whole[..whole.len() - 1]);
     let ran = scene.run(&to("out", &["--resume"])).ended(2);
-    assert!(ran.stderr.contains("block-00000` is damaged; run without --resume"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("block-00000` is damaged; delete it"), "{}", ran.stderr);
     assert!(!scene.path("out").exists());
 }
 

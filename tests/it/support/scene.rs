@@ -29,6 +29,17 @@ pub const TINY: [&str; 12] = [
     "2",
 ];
 
+/// `args` with what else [`TINY`] says, as far as the command reads it.
+pub fn tiny_args<'a>(args: &[&'a str]) -> Vec<&'a str> {
+    let unread = |option: &str| match option {
+        "--eval-text" | "--eval-windows" => args.contains(&"--no-eval"),
+        "--group-size" => false,
+        _ => args[0] == "rtn" && !args.contains(&"hessian"),
+    };
+    let others = TINY.chunks(2).filter(|option| !args.contains(&option[0]) && !unread(option[0]));
+    [args, &others.flatten().copied().collect::<Vec<_>>()].concat()
+}
+
 /// A tensor as it stands in a file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
@@ -111,7 +122,7 @@ impl Scene {
 
     /// Runs `quantkit ARGS` with [`TINY`] here.
     pub fn tiny_run(&self, args: &[&str]) -> Ran {
-        self.run(&[args, &TINY].concat())
+        self.run(&tiny_args(args))
     }
 
     /// The run ends with `code`, an error in one line with these words, nothing on stdout, and every file here
