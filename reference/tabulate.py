@@ -53,7 +53,8 @@ def main():
         for name in names:
             key = f"{bits} {name}"
             if key not in cache:
-                data = ["--nsamples", args.nsamples, "--seqlen", args.seqlen] + (["--calib", args.calib] if args.calib else [])
+                sees_data = "gptq" in ROWS[name] or "hessian" in ROWS[name]
+                data = [] if not sees_data else ["--nsamples", args.nsamples, "--seqlen", args.seqlen] + (["--calib", args.calib] if args.calib else [])
                 with tempfile.TemporaryDirectory() as dir:
                     out = str(Path(dir) / "artifact")
                     began = time.time()

@@ -276,7 +276,7 @@ fn only_what_belongs_to_the_model_is_asked_for() {
     let case = Case::new();
     let side = ["LICENSE", "README.md", "chat_template.jinja", "generation_config.json", "merges.txt", "modeling.py"];
     let side = [&side[..], &["spiece.model", "tokenizer.model.v3", "with space.txt"]].concat();
-    let other = ["model.safetensors", "consolidated.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"];
+    let other = ["consolidated.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"];
     let other = [&other[..], &["a.pt", "b.pth", "c.gguf", "d.onnx", "e.h5", "f.msgpack", "g.png", ".gitattributes"]];
     let other = [&other.concat()[..], &["original/params.json", "onnx/model.onnx", ".hidden.json"]].concat();
     case.server.change(|hub| {
