@@ -229,6 +229,7 @@ impl Run<'_> {
             if let Some(after) = after.as_ref().filter(|after| !after.perplexity.is_finite()) {
                 bail!(CheckFailed(format!("the perplexity of the artifact is {}", after.perplexity)));
             }
+            interrupt::check()?;
             Ok((size, after, writing, measuring + phase.elapsed().as_secs_f64()))
         });
         let (size, after, writing, measuring) = match finished {

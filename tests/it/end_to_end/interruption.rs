@@ -146,9 +146,9 @@ fn killed_and_begun_anew() {
 #[test]
 fn interrupted_while_measuring() {
     let scene = Scene::demo();
-    let args = [&RUN[..7], &["-o", "out", "--eval-windows", "12"]].concat();
+    let args = [&RUN[..7], &["-o", "out", "--eval-windows", "32"]].concat();
     let run = HalfWay::after(scene.root(), &args, "gptq 4/4 ");
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    std::thread::sleep(std::time::Duration::from_millis(100));
     run.signal(Signal::INT);
     let (status, said) = run.end();
     assert_eq!(status.code(), Some(130), "{said}");

@@ -3,7 +3,7 @@
 Each row is quantized, re-opened and measured on every text (16 windows of 512 by default, convention
 gptq, no BOS unless the tokenizer adds one). Rows already in the cache file are not run again.
 
-usage: tabulate.py QUANTKIT MODEL --group-size 64 --text test.txt --text wiki.test.raw [--calib valid.txt]
+usage: choices.py QUANTKIT MODEL --group-size 64 --text test.txt --text wiki.test.raw [--calib valid.txt]
                    [--nsamples 32] [--seqlen 512] [--bits 4,3,2] [--rows NAME,...] [--cache FILE]
 """
 import argparse, json, subprocess, sys, tempfile, time
