@@ -19,6 +19,7 @@ os.dup2(2, 1)
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")        # its own choice fails on two cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
 from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 from tokenizers import Tokenizer
 
@@ -48,7 +49,8 @@ def main():
 
     config = QuantizeConfig(bits=args.bits, group_size=args.group_size, sym=True, offload_to_disk=False,
                             **({"desc_act": True, "act_group_aware": False} if args.desc_act else {}))
-    model = GPTQModel.load(str(args.model), config, device="cpu", dtype=args.dtype)
+    model = GPTQModel.load(str(args.model), config, device="cpu",
+                              dtype=args.dtype if args.dtype == "auto" else getattr(torch, args.dtype))
     wall, cpu = time.time(), cpu_seconds()
     model.quantize(calibration, batch_size=1, backend=BACKEND.TORCH)
     wall, cpu = time.time() - wall, cpu_seconds() - cpu
