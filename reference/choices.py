@@ -6,7 +6,7 @@ gptq, no BOS unless the tokenizer adds one). Rows already in the cache file are 
 usage: choices.py QUANTKIT MODEL --group-size 64 --text test.txt --text wiki.test.raw [--calib valid.txt]
                    [--nsamples 32] [--seqlen 512] [--bits 4,3,2] [--rows NAME,...] [--cache FILE]
 """
-import argparse, json, subprocess, sys, tempfile, time
+import argparse, json, subprocess, sys, tempfile
 from pathlib import Path
 
 ROWS = {
@@ -47,8 +47,8 @@ def main():
     texts = " | ".join(Path(t).name for t in args.text)
     if "FP" not in cache:
         cache["FP"] = measure(args, args.model)
-    print(f"| bits | method | {texts} | s |\n|{'---|' * (3 + len(args.text))}")
-    print("| 16 | source | " + " | ".join(f"{x:.3f}" for x in cache["FP"]) + " | |", flush=True)
+    print(f"| bits | method | {texts} |\n|{'---|' * (2 + len(args.text))}")
+    print("| 16 | source | " + " | ".join(f"{x:.3f}" for x in cache["FP"]) + " |", flush=True)
     for bits in args.bits.split(","):
         for name in names:
             key = f"{bits} {name}"
@@ -57,12 +57,10 @@ def main():
                 data = [] if not sees_data else ["--nsamples", args.nsamples, "--seqlen", args.seqlen] + (["--calib", args.calib] if args.calib else [])
                 with tempfile.TemporaryDirectory() as dir:
                     out = str(Path(dir) / "artifact")
-                    began = time.time()
                     run(args, [*ROWS[name], args.model, "--bits", bits, "--group-size", args.group_size, "--out", out, "--no-eval", *data])
-                    cache[key] = [*measure(args, out), round(time.time() - began, 1)]
+                    cache[key] = measure(args, out)
                 if args.cache:
                     args.cache.write_text(json.dumps(cache, indent=1))
-            *found, seconds = cache[key]
-            print(f"| {bits} | {name} | " + " | ".join(f"{x:.3f}" for x in found) + f" | {seconds} |", flush=True)
+            print(f"| {bits} | {name} | " + " | ".join(f"{x:.3f}" for x in cache[key]) + " |", flush=True)
 
 main()

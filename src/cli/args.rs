@@ -147,7 +147,7 @@ pub struct OutputArgs {
     /// Continue an interrupted run with the same options
     #[arg(long)]
     pub resume: bool,
-    /// Zero-point convention of the file [default: gptq, or gptq_v2 when asymmetric]
+    /// Zero-point convention of the file [default: gptq, or gptq_v2 when anything is asymmetric]
     #[arg(long, value_parser = ["gptq", "gptq_v2"])]
     pub checkpoint_format: Option<String>,
     /// Largest size of one weight file, in MB

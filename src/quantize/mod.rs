@@ -1,6 +1,7 @@
 //! Quantizers: weight + statistics + scheme → integers, scales, zero points, order. Pure mathematics:
 //! slices in, slices out.
 
+mod curvature;
 pub mod gptq;
 pub mod grid;
 pub mod order;

@@ -3,7 +3,7 @@
 use half::f16;
 use rayon::prelude::*;
 
-use super::gptq::{Curvature, GptqOptions};
+use super::curvature::{Curvature, GptqOptions};
 use super::grid::{Grid, LANES, Lane, Levels, levels};
 use super::order::Sequence;
 use super::{Quantized, Report};
