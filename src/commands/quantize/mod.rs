@@ -412,6 +412,9 @@ impl Run<'_> {
             base.bits,
             base.group_size
         ));
+        if base.bits < 4 && matches!(self.method, Method::Gptq { drift_correction: false, .. }) {
+            self.printer.note(format!("{} bits gain much from --drift-correction", base.bits));
+        }
         if let Some((windows, record)) = calibrated {
             let needed = memory::estimate(model, &self.method, windows.len() * record.seqlen);
             self.printer.note(format!("memory: about {}", bytes(needed)));
