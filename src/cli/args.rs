@@ -204,7 +204,7 @@ pub struct GptqArgs {
     #[arg(long, default_value_t = 1)]
     pub sweeps: usize,
     /// Let weights make up for the errors of earlier layers too: calibration also runs through the original
-    /// model. The best artifact, in about twice the time
+    /// model. Often the better artifact, in about twice the time
     #[arg(long)]
     pub drift_correction: bool,
     /// Calibrate all linears of a block on the unquantized block

@@ -413,7 +413,7 @@ impl Run<'_> {
             base.group_size
         ));
         if base.bits < 4 && matches!(self.method, Method::Gptq { drift_correction: false, .. }) {
-            self.printer.note(format!("{} bits gain much from --drift-correction", base.bits));
+            self.printer.note(format!("{} bits: --drift-correction may gain much", base.bits));
         }
         if let Some((windows, record)) = calibrated {
             let needed = memory::estimate(model, &self.method, windows.len() * record.seqlen);
