@@ -4,9 +4,11 @@
 #pragma once
 
 #ifdef QK_EMULATOR
+#include <cmath>
 #include <cstdint>
 #else
-// NVRTC brings no <cstdint>.
+// NVRTC brings neither <cstdint> nor <cmath>.
+#define INFINITY __int_as_float(0x7f800000)
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
 typedef short int16_t;
