@@ -19,10 +19,6 @@ struct Bf16 {
     static QK_INLINE uint16_t narrow(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
 };
 
-struct F32 {
-    static QK_INLINE float widen(float v) { return v; }
-};
-
 // ---- Embedding
 
 template <class Format, class T>
@@ -45,10 +41,16 @@ extern "C" __global__ void embed_bf16(const uint16_t* __restrict__ table, const 
     embed<Bf16>(table, ids, out, scale, cols, stride);
 }
 
+// The table is the sum of two bf16 planes.
 // Launch: as embed_f16 (grid exactly rows, block 128).
-extern "C" __global__ void embed_f32(const float* __restrict__ table, const uint32_t* __restrict__ ids,
-                                     float* __restrict__ out, float scale, uint32_t cols, uint32_t stride) {
-    embed<F32>(table, ids, out, scale, cols, stride);
+extern "C" __global__ void embed_planes(const uint16_t* __restrict__ high, const uint16_t* __restrict__ low,
+                                        const uint32_t* __restrict__ ids, float* __restrict__ out, float scale,
+                                        uint32_t cols, uint32_t stride) {
+    const uint64_t from = static_cast<uint64_t>(ids[blockIdx.x]) * stride;
+    float* to = out + static_cast<uint64_t>(blockIdx.x) * cols;
+    for (uint32_t i = threadIdx.x; i < cols; i += blockDim.x) {
+        to[i] = (Bf16::widen(high[from + i]) + Bf16::widen(low[from + i])) * scale;
+    }
 }
 
 // ---- Norms
