@@ -114,6 +114,13 @@ extern "C" __global__ void emu_many_mma(float* out, int rounds) {
 
 // ---- Mistakes.
 
+// Sums into static shared memory that nobody has cleared.
+extern "C" __global__ void emu_uncleared(float* out) {
+    __shared__ float sum[32];
+    sum[threadIdx.x] += 1.0f;
+    out[threadIdx.x] = sum[threadIdx.x];
+}
+
 extern "C" __global__ void emu_racy_reverse(const float* x, float* out) {
     __shared__ float all[256];
     all[threadIdx.x] = x[threadIdx.x];

@@ -184,6 +184,18 @@ std::string describe_address(Address address) {
     return at + ", which belongs to no allocation";
 }
 
+bool known_address(Address address) {
+    auto& all = tables();
+    std::lock_guard<std::mutex> hold(all.lock);
+    if (address == 0 || holder(address)) return true;
+    const auto inside = [=](const char* map, size_t bytes) { return address >= Address(map) && address < Address(map) + bytes; };
+    for (auto& [start, allocation] : all.live)
+        if (inside(allocation.map, allocation.map_bytes)) return true;
+    for (const Freed& freed : all.freed)
+        if (inside(freed.map, freed.map_bytes)) return true;
+    return false;
+}
+
 }  // namespace emu
 
 using namespace emu;
