@@ -6,6 +6,7 @@ use super::*;
 
 pub const CASES: &[Case] = &[
     ("past_the_end", past_the_end),
+    ("on_many_threads", on_many_threads),
     ("into_the_slack", into_the_slack),
     ("into_the_slack_of_another", into_the_slack_of_another),
     ("before_the_start", before_the_start),
@@ -77,6 +78,20 @@ fn past_the_end() {
     } else {
         stays(&gpu, launched, CUDA_ERROR_ILLEGAL_ADDRESS);
     }
+}
+
+#[test]
+fn faults_on_many_threads() {
+    let words = ["illegal address: read of", "an allocation of 4000 bytes: kernel emu_add block ("];
+    reports("on_many_threads", &[("THREADS", "4")], &words);
+}
+
+fn on_many_threads() {
+    let gpu = Gpu::open(0);
+    let (x, out) = (device(&[0f32; 1000]), device(&[0f32; 1000]));
+    let add = |blocks, n| gpu.launch("emu_add", blocks, 256, 0, &[Pointer(x), Pointer(x), Pointer(out), Int(n)]);
+    assert_eq!(add(4096, 1000), CUDA_SUCCESS);
+    stays(&gpu, add(4096, 1 << 20), CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
 #[test]

@@ -105,8 +105,9 @@ fn built(checked: bool) -> PathBuf {
 }
 
 fn build(checked: bool) -> Result<PathBuf, String> {
-    let version = output(compiler().arg("--version"))
-        .map_err(|e| format!("{e}\nIt needs g++ 9 or later (set CXX for another name). Debian: apt-get install g++"))?;
+    let version = output(compiler().arg("--version")).map_err(|e| {
+        format!("{e}\nIt needs g++ 11 or later (set CXX for another name). Debian: apt-get install g++")
+    })?;
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let units = units(root, checked)?;
     // What any unit may include.
