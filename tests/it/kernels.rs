@@ -158,6 +158,31 @@ fn every_kernel_file_has_its_ptx() {
     assert_eq!(sources, stems(&folder().join("ptx"), "ptx"), "`.ci/kernels generate` writes kernels/ptx");
 }
 
+#[test]
+fn every_kernel_file_is_embedded_and_explained() {
+    let readme = read(&folder().join("README.md"));
+    let table = read(&folder().join("../src/backend/cuda/modules.rs"));
+    let found = regex::Regex::new(r"(?s)\nfiles!\((.*?)\)").unwrap().captures(&table).unwrap()[1].to_owned();
+    let embedded: BTreeSet<_> = found.split_whitespace().map(|name| name.trim_matches('"').to_owned()).collect();
+    assert_eq!(kernel_files().into_keys().collect::<BTreeSet<_>>(), embedded, "`files!` in modules.rs");
+    let headers = stems(&folder(), "cuh").into_iter().map(|stem| format!("{stem}.cuh"));
+    for name in headers.chain(embedded.iter().map(|stem| format!("{stem}.cu"))) {
+        assert!(readme.contains(&format!("`{name}`")), "kernels/README.md does not name {name}");
+    }
+}
+
+#[test]
+fn kernels_have_names_of_their_own() {
+    let mut seen = BTreeMap::new();
+    for stem in kernel_files().keys() {
+        for kernel in entries(&ptx(stem)) {
+            if let Some(other) = seen.insert(kernel.clone(), stem.clone()) {
+                panic!("{kernel} is in {other}.cu and in {stem}.cu");
+            }
+        }
+    }
+}
+
 fn sha256(parts: impl IntoIterator<Item = Vec<u8>>) -> String {
     let mut hasher = Sha256::new();
     parts.into_iter().for_each(|part| hasher.update(part));
