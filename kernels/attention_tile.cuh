@@ -66,11 +66,14 @@ QK_INLINE void read4(uint32_t (&words)[4], const uint32_t* p) {
 // is at q + r * stride.
 template <int DIM, int ROWS, int THREADS>
 QK_INLINE void stage_queries(uint32_t* queries, const float* q, uint64_t stride, uint32_t count, uint32_t dim) {
-    const bool wide = dim % 8 == 0;
     for (uint32_t item = threadIdx.x; item < ROWS * DIM / 4; item += THREADS) {
         const uint32_t row = item / (DIM / 4), d = item % (DIM / 4) * 4;
         uint32_t raw[4], hi[2], lo[2];
-        read_row<float, 4>(q + row * stride + d, row < count ? int(dim) - int(d) : 0, wide, raw);
+        const int valid = row < count ? int(dim) - int(d) : 0;
+        if (dim % 4 == 0)
+            read_row<true, float, 4>(q + row * stride + d, valid, raw);
+        else
+            read_row<false, float, 4>(q + row * stride + d, valid, raw);
         F32::keys<4>(raw, hi, lo);
         uint32_t* to = queries + piece<DIM>(row, d / 32) + d % 32 / 2;
         *reinterpret_cast<uint2*>(to) = make_uint2(hi[0], hi[1]);
@@ -89,7 +92,7 @@ QK_INLINE void scores(float (&s)[TILES][4], const uint32_t* queries, uint32_t pl
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[n][c] = 0.0f, small[n][c] = 0.0f;
-#pragma unroll
+#pragma unroll 2
     for (int chunk = 0; chunk < DIM / 32; ++chunk) {
         if (chunk * 32 >= dim) break;
         uint32_t q[2][2][4];  // [plane][row g, g+8]
@@ -130,11 +133,17 @@ struct Weights {
     float keep[2];
 };
 
+// cap * tanh(x / cap), as 1 - 2 / (1 + e^(2x / cap)).
+QK_INLINE float capped(float x, float cap) {
+    return cap * (1.0f - __fdividef(2.0f, 1.0f + exp2f(x / cap * (2.0f * LOG2E))));
+}
+
 // Scales, masks and takes the tile's scores into the running softmax. The tile's keys are at positions `first_key`
-// on, the queries of rows g and g+8 at `position` and `position + step`.
-template <int DIM, int TILES, class Keys>
+// on, the queries of rows g and g+8 at `position` and `position + step`. keys.factor(i) and values.factor(i) are
+// what key i's scores and weights are multiplied by.
+template <int DIM, int TILES, class Keys, class Values>
 QK_INLINE void soften(Rows<DIM>& rows, Weights<TILES>& weights, float (&s)[TILES][4], const Keys& keys,
-                      const Rule& rule, uint32_t first_key, uint32_t position, uint32_t step) {
+                      const Values& values, const Rule& rule, uint32_t first_key, uint32_t position, uint32_t step) {
     const uint32_t t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
@@ -143,7 +152,7 @@ QK_INLINE void soften(Rows<DIM>& rows, Weights<TILES>& weights, float (&s)[TILES
             const uint32_t own = 8 * n + 2 * t + c % 2, key = first_key + own;
             const uint32_t query = position + c / 2 * step;
             float x = s[n][c] * rule.scale * keys.factor(own);
-            if (rule.softcap > 0.0f) x = rule.softcap * tanhf(x / rule.softcap);
+            if (rule.softcap > 0.0f) x = capped(x, rule.softcap);
             s[n][c] = key <= query && (rule.window == 0 || query - key < rule.window) ? x : -INFINITY;
         }
 #pragma unroll
@@ -163,7 +172,9 @@ QK_INLINE void soften(Rows<DIM>& rows, Weights<TILES>& weights, float (&s)[TILES
             const float a = exp2f((s[n][2 * r] - base) * LOG2E), b = exp2f((s[n][2 * r + 1] - base) * LOG2E);
             sum += a + b;
             const int word = r + n % 2 * 2;
-            split_pair(a, b, weights.hi[n / 2][word], weights.lo[n / 2][word]);
+            const uint32_t own = 8 * n + 2 * t;
+            split_pair(a * values.factor(own), b * values.factor(own + 1), weights.hi[n / 2][word],
+                       weights.lo[n / 2][word]);
         }
         rows.sum[r] = rows.sum[r] * weights.keep[r] + sum;
     }

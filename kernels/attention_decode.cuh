@@ -1,10 +1,19 @@
-// Decoding attention: one query a sequence over its paged cache, the context split over blocks; and the sum of
-// the splits.
+// Decoding attention: one query a sequence over its paged cache, the context split over blocks.
+#pragma once
 #include "attention_tile.cuh"
 
 constexpr int DECODE_WARPS = 4;
 
-// One page of one head, read where it stands: a warp meets each byte once.
+template <class Element, int N>
+QK_INLINE void read_page(const Element* p, uint32_t dim, uint32_t d, uint32_t (&raw)[N * sizeof(Element) / 4]) {
+    if (dim % 8 == 0)
+        read_row<true, Element, N>(p + d, int(dim) - int(d), raw);
+    else
+        read_row<false, Element, N>(p + d, int(dim) - int(d), raw);
+}
+
+// One page of one head, read where it stands: a warp meets each byte once. Slots from `filled` on were never written;
+// their scores are masked.
 template <class F>
 struct PageKeys {
     const typename F::Element* keys;
@@ -14,35 +23,37 @@ struct PageKeys {
         typedef typename F::Element Element;
         const uint32_t g = threadIdx.x % 32 / 4, d = 32 * chunk + threadIdx.x % 4 * 8;
         uint32_t raw[2 * sizeof(Element)];
-        read_row<Element, 8>(keys + (8 * n + g) * dim + d, int(dim) - int(d), dim % 8 == 0, raw);
+        read_page<Element, 8>(keys + (8 * n + g) * dim, dim, d, raw);
         F::template keys<8>(raw, hi, lo);
     }
     QK_INLINE float factor(uint32_t key) const { return F::TOKEN_SCALES ? scales[key] : 1.0f; }
 };
 
-// Slots from `filled` on were never written, and zero times what is there might be NaN: they are not read.
+// Zero times what is in an empty slot might be NaN: it is not read.
 template <class F>
 struct PageValues {
     const typename F::Element* values;
     const float* scales;
     uint32_t dim, filled;
-    QK_INLINE void read(int, int i, uint32_t (&hi)[2][4], uint32_t (&lo)[2][4]) const {
+    QK_INLINE void read(int, int i, uint32_t (&hi)[2][4], uint32_t (&)[2][4]) const {
         typedef typename F::Element Element;
         const uint32_t t = threadIdx.x % 4, d = 32 * i + threadIdx.x % 32 / 4 * 4;
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
-            uint32_t one_hi[2][2], one_lo[2][2];
+            uint32_t one[2][2], none[2];
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
                 const uint32_t slot = 8 * w + 2 * t + odd;
-                const bool there = slot < filled;
                 uint32_t raw[sizeof(Element)];
-                read_row<Element, 4>(values + slot * dim + d, there ? int(dim) - int(d) : 0, dim % 8 == 0, raw);
-                F::template values<4>(raw, F::TOKEN_SCALES && there ? scales[slot] : 0.0f, one_hi[odd], one_lo[odd]);
+                read_page<Element, 4>(values + slot * dim, slot < filled ? dim : 0, d, raw);
+                F::template values<4>(raw, one[odd], none);
             }
-            interleave<2>(hi[w], one_hi[0], one_hi[1]);
-            if constexpr (F::VALUE_PLANES == 2) interleave<2>(lo[w], one_lo[0], one_lo[1]);
+            interleave<2>(hi[w], one[0], one[1]);
         }
+    }
+    QK_INLINE float factor(uint32_t key) const {
+        if (!F::TOKEN_SCALES) return 1.0f;
+        return key < filled ? scales[key] * WEIGHT_BOOST : 0.0f;
     }
 };
 
@@ -117,9 +128,9 @@ QK_INLINE void decode(const float* q, const void* keys, const void* values, cons
                                             position + 1 - first_key};
             float s[2][4];
             Weights<2> weights;
-            scores<DIM, 2, F::KEY_PLANES>(s, queries, 16 * DIM / 2, page_keys, dim);
-            soften<DIM, 2>(state, weights, s, page_keys, rule, first_key, position, 0);
-            weigh<DIM, 2, F::VALUE_PLANES>(state, weights, page_values, dim);
+            scores<DIM, 2, 1>(s, queries, 16 * DIM / 2, page_keys, dim);
+            soften<DIM, 2>(state, weights, s, page_keys, page_values, rule, first_key, position, 0);
+            weigh<DIM, 2, 1>(state, weights, page_values, dim);
         }
         merge<DIM>(sums, maxima, totals, state);
         for (uint32_t item = threadIdx.x; item < count * dim; item += DECODE_WARPS * 32) {
@@ -138,49 +149,17 @@ QK_INLINE void decode(const float* q, const void* keys, const void* values, cons
     }
 }
 
-// q f32 [sequences][heads * dim]; positions[s] is where the query of sequence s stands (its token is in the cache).
-// partial f32 [sequences][heads][splits][2 + dim]: largest score, sum of weights, weighted sum of values; of a split
-// without pages only the first two. How many splits there are is the host's choice and may not depend on positions,
-// so that a captured launch stays right; how they share the pages is worked out here.
-// Launch of all, NAME_dD for head dimensions up to D (even): grid (kv_heads, splits, sequences), block 128.
-#define DECODE_PARAMETERS                                                                                          \
-    const float *q, const void *keys, const void *values, const float *key_scales, const float *value_scales,    \
+// Parameters and body of the kernels. q f32 [sequences][heads * dim]; positions[s] is where the query of sequence s
+// stands (its token is in the cache). partial f32 [sequences][heads][splits][2 + dim]: largest score, sum of weights,
+// weighted sum of values; of a split without pages only the first two. How many splits there are is the host's choice
+// and may not depend on positions, so that a captured launch stays right; how they share the pages is worked out here.
+#define DECODE_PARAMETERS                                                                                         \
+    const float *q, const void *keys, const void *values, const float *key_scales, const float *value_scales,     \
         const uint32_t *tables, uint32_t table_stride, const uint32_t *positions, float *partial,                 \
         uint32_t heads, uint32_t kv_heads, uint32_t dim, float scale, uint32_t window, float softcap,             \
         float key_scale, float value_scale
 
-#define DECODE_BODY(F, D)                                                                                          \
+#define DECODE_BODY(F, D)                                                                                         \
     decode<F, D>(q, keys, values, key_scales, value_scales, tables + uint64_t(blockIdx.z) * table_stride,         \
-                 positions[blockIdx.z], partial, heads, kv_heads, dim,                                             \
+                 positions[blockIdx.z], partial, heads, kv_heads, dim,                                            \
                  Rule{scale * F::key_unit(key_scale), softcap, window}, F::value_unit(value_scale));
-
-extern "C" __global__ void __launch_bounds__(128) attention_decode_f16_d64(DECODE_PARAMETERS) { DECODE_BODY(F16, 64) }
-extern "C" __global__ void __launch_bounds__(128) attention_decode_f16_d128(DECODE_PARAMETERS) { DECODE_BODY(F16, 128) }
-extern "C" __global__ void __launch_bounds__(128) attention_decode_f16_d256(DECODE_PARAMETERS) { DECODE_BODY(F16, 256) }
-extern "C" __global__ void __launch_bounds__(128) attention_decode_e4m3_d64(DECODE_PARAMETERS) { DECODE_BODY(E4m3, 64) }
-extern "C" __global__ void __launch_bounds__(128) attention_decode_e4m3_d128(DECODE_PARAMETERS) { DECODE_BODY(E4m3, 128) }
-extern "C" __global__ void __launch_bounds__(128) attention_decode_e4m3_d256(DECODE_PARAMETERS) { DECODE_BODY(E4m3, 256) }
-extern "C" __global__ void __launch_bounds__(128) attention_decode_i8_d64(DECODE_PARAMETERS) { DECODE_BODY(I8, 64) }
-extern "C" __global__ void __launch_bounds__(128) attention_decode_i8_d128(DECODE_PARAMETERS) { DECODE_BODY(I8, 128) }
-extern "C" __global__ void __launch_bounds__(128) attention_decode_i8_d256(DECODE_PARAMETERS) { DECODE_BODY(I8, 256) }
-
-// out f32 [sequences][heads * dim] from the splits, added in their order.
-// Launch: grid (heads, sequences), block: dim rounded up to whole warps.
-extern "C" __global__ void attention_combine(const float* partial, float* out, uint32_t heads, uint32_t dim,
-                                             uint32_t splits) {
-    const uint64_t row = uint64_t(blockIdx.y) * heads + blockIdx.x;
-    const float* part = partial + row * splits * (dim + 2);
-    float best = -INFINITY;
-    for (uint32_t i = 0; i < splits; ++i) best = fmaxf(best, part[i * (dim + 2)]);
-    for (uint32_t d = threadIdx.x; d < dim; d += blockDim.x) {
-        float sum = 0.0f, total = 0.0f;
-        for (uint32_t i = 0; i < splits; ++i) {
-            const float* p = part + i * (dim + 2);
-            if (p[0] == -INFINITY) continue;
-            const float weight = exp2f((p[0] - best) * LOG2E);
-            sum += weight * p[2 + d];
-            total += weight * p[1];
-        }
-        out[row * dim + d] = sum / total;
-    }
-}
