@@ -18,7 +18,7 @@ macro_rules! files {
     };
 }
 
-files!("elementwise");
+files!("attention_64" "attention_128" "attention_256" "attention_combine" "cache" "elementwise");
 
 /// Names of the kernels in a PTX text.
 pub fn entries(ptx: &str) -> impl Iterator<Item = &str> {
