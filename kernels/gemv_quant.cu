@@ -1,0 +1,129 @@
+// Products with GPTQ integers for one to four rows of activations: out = x w' + bias, all in f32.
+//
+//   gemv_q{2,3,4,8}
+//
+// A block computes 32 outputs, a lane each, so that a warp reads 128 contiguous bytes of every row of words;
+// 16 warps share the units out in contiguous runs and add their sums in warp order. Position i of the packed
+// columns takes x column gather[i] (-1: none), or column i itself where gather is null.
+#include "device.cuh"
+
+const int WARPS = 16;
+
+// Code i of a unit as a float, by the trick of gemm_quant: 2^23 + code. After unrolling, i is a constant.
+template <int BITS>
+QK_INLINE float code_plus(const uint32_t (&words)[BITS], int i) {
+    const int word = i * BITS / 32, shift = i * BITS % 32;
+    uint32_t v = words[word] >> shift;
+    if (shift + BITS > 32) v |= words[word + 1 < BITS ? word + 1 : word] << (32 - shift);
+    return __uint_as_float((v & ((1u << BITS) - 1)) | 0x4b000000);
+}
+
+template <int BITS, int ROWS>
+QK_INLINE void gemv_quant(const uint32_t* q, const float* scales, const uint8_t* zeros, const float* x,
+                          const int32_t* gather, const float* bias, float* out, uint32_t n, uint32_t cols,
+                          uint32_t units, uint32_t units_per_group, float* scratch) {
+    constexpr int AHEAD = BITS == 8 ? 2 : 4;
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32_t mine = blockIdx.x * 32 + lane, output = mine < n ? mine : n - 1;
+    const uint32_t each = (units + WARPS - 1) / WARPS;
+    const uint32_t first = warp * each < units ? warp * each : units;
+    const uint32_t last = first + each < units ? first + each : units;
+
+    uint32_t words[AHEAD][BITS];
+    auto fetch = [&](int slot, uint32_t u) {
+#pragma unroll
+        for (int w = 0; w < BITS; ++w) words[slot][w] = q[(static_cast<uint64_t>(u) * BITS + w) * n + output];
+    };
+    // This lane's column of unit u.
+    float column[ROWS];
+    auto fetch_x = [&](uint32_t u) {
+        const uint32_t position = u * 32 + lane;
+        const int32_t c = gather != nullptr ? gather[position] : position < cols ? static_cast<int32_t>(position) : -1;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) column[r] = c < 0 ? 0.0f : x[static_cast<uint64_t>(r) * cols + c];
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+        if (first + i < last) fetch(i, first + i);
+    }
+    if (first < last) fetch_x(first);
+
+    // The warp's own two buffers of [ROWS][32]; two, so that one barrier a unit is enough.
+    float* shared_x = scratch + warp * 2 * ROWS * 32;
+    float sum[ROWS] = {}, part[ROWS] = {}, scale = 0.0f, zero = 0.0f;
+    uint32_t group = first / units_per_group, left = units_per_group - first % units_per_group;
+    bool fresh = true;
+    for (uint32_t u = first; u < last; u += AHEAD) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            if (u + i >= last) break;
+            if (fresh) {
+                const uint64_t at = static_cast<uint64_t>(group++) * n + output;
+                scale = scales[at];
+                zero = __uint_as_float(zeros[at] | 0x4b000000);
+            }
+            float* now = shared_x + (u + i) % 2 * ROWS * 32;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) now[r * 32 + lane] = column[r];
+            __syncwarp();
+            if (u + i + 1 < last) fetch_x(u + i + 1);
+#pragma unroll
+            for (int c = 0; c < 32; c += 4) {
+                float difference[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) difference[j] = code_plus<BITS>(words[i], c + j) - zero;
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+                    const float4 v = *reinterpret_cast<const float4*>(now + r * 32 + c);
+                    part[r] += difference[0] * v.x;
+                    part[r] += difference[1] * v.y;
+                    part[r] += difference[2] * v.z;
+                    part[r] += difference[3] * v.w;
+                }
+            }
+            if (u + i + AHEAD < last) fetch(i, u + i + AHEAD);
+            fresh = --left == 0;
+            if (fresh || u + i + 1 == last) {
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+                    sum[r] += scale * part[r];
+                    part[r] = 0.0f;
+                }
+                left = fresh ? units_per_group : left;
+            }
+        }
+    }
+
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) scratch[(warp * ROWS + r) * 32 + lane] = sum[r];
+    __syncthreads();
+    if (warp < ROWS && mine < n) {
+        float total = scratch[warp * 32 + lane];
+        for (int w = 1; w < WARPS; ++w) total += scratch[(w * ROWS + warp) * 32 + lane];
+        out[static_cast<uint64_t>(warp) * n + mine] = total + (bias != nullptr ? bias[mine] : 0.0f);
+    }
+}
+
+// Grid ceil(n / 32), block 512, no dynamic shared memory; rows 1 to 4.
+#define GEMV_QUANT(name, BITS)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(512) name(                                                      \
+        const uint32_t* __restrict__ q, const float* __restrict__ scales, const uint8_t* __restrict__ zeros,     \
+        const float* __restrict__ x, const int32_t* __restrict__ gather, const float* __restrict__ bias,         \
+        float* __restrict__ out, uint32_t rows, uint32_t n, uint32_t cols, uint32_t units,                       \
+        uint32_t units_per_group) {                                                                              \
+        __shared__ __align__(16) float scratch[WARPS * 2 * 4 * 32];                                              \
+        switch (rows) {                                                                                          \
+            case 1: GEMV_QUANT_ROWS(BITS, 1); break;                                                             \
+            case 2: GEMV_QUANT_ROWS(BITS, 2); break;                                                             \
+            case 3: GEMV_QUANT_ROWS(BITS, 3); break;                                                             \
+            case 4: GEMV_QUANT_ROWS(BITS, 4); break;                                                             \
+        }                                                                                                        \
+    }
+#define GEMV_QUANT_ROWS(BITS, ROWS) \
+    gemv_quant<BITS, ROWS>(q, scales, zeros, x, gather, bias, out, n, cols, units, units_per_group, scratch)
+
+GEMV_QUANT(gemv_q2, 2)
+GEMV_QUANT(gemv_q3, 3)
+GEMV_QUANT(gemv_q4, 4)
+GEMV_QUANT(gemv_q8, 8)
