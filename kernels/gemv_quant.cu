@@ -22,74 +22,77 @@ template <int BITS, int ROWS>
 QK_INLINE void gemv_quant(const uint32_t* q, const float* scales, const uint8_t* zeros, const float* x,
                           const int32_t* gather, const float* bias, float* out, uint32_t n, uint32_t cols,
                           uint32_t units, uint32_t units_per_group, float* scratch) {
-    constexpr int AHEAD = BITS == 8 ? 2 : 4;
+    // Units on their way besides the one at work; all take the same path through a queue of registers.
+    constexpr int AHEAD = BITS == 8 ? 1 : 3;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32_t mine = blockIdx.x * 32 + lane, output = mine < n ? mine : n - 1;
     const uint32_t each = (units + WARPS - 1) / WARPS;
     const uint32_t first = warp * each < units ? warp * each : units;
     const uint32_t last = first + each < units ? first + each : units;
 
-    uint32_t words[AHEAD][BITS];
-    auto fetch = [&](int slot, uint32_t u) {
+    uint32_t words[AHEAD + 1][BITS];
+    auto fetch = [&](uint32_t (&to)[BITS], uint32_t u) {
+        if (u >= last) return;
 #pragma unroll
-        for (int w = 0; w < BITS; ++w) words[slot][w] = q[(static_cast<uint64_t>(u) * BITS + w) * n + output];
+        for (int w = 0; w < BITS; ++w) to[w] = q[(static_cast<uint64_t>(u) * BITS + w) * n + output];
     };
     // This lane's column of unit u.
     float column[ROWS];
     auto fetch_x = [&](uint32_t u) {
+        if (u >= last) return;
         const uint32_t position = u * 32 + lane;
         const int32_t c = gather != nullptr ? gather[position] : position < cols ? static_cast<int32_t>(position) : -1;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) column[r] = c < 0 ? 0.0f : x[static_cast<uint64_t>(r) * cols + c];
     };
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-        if (first + i < last) fetch(i, first + i);
-    }
-    if (first < last) fetch_x(first);
+    for (int i = 0; i < AHEAD; ++i) fetch(words[i], first + i);
+    fetch_x(first);
 
     // The warp's own two buffers of [ROWS][32]; two, so that one barrier a unit is enough.
     float* shared_x = scratch + warp * 2 * ROWS * 32;
     float sum[ROWS] = {}, part[ROWS] = {}, scale = 0.0f, zero = 0.0f;
     uint32_t group = first / units_per_group, left = units_per_group - first % units_per_group;
     bool fresh = true;
-    for (uint32_t u = first; u < last; u += AHEAD) {
+#pragma unroll 1
+    for (uint32_t u = first; u < last; ++u) {
+        fetch(words[AHEAD], u + AHEAD);
+        if (fresh) {
+            const uint64_t at = static_cast<uint64_t>(group++) * n + output;
+            scale = scales[at];
+            zero = __uint_as_float(zeros[at] | 0x4b000000);
+        }
+        float* now = shared_x + u % 2 * ROWS * 32;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) now[r * 32 + lane] = column[r];
+        __syncwarp();
+        fetch_x(u + 1);
+#pragma unroll
+        for (int c = 0; c < 32; c += 4) {
+            float difference[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) difference[j] = code_plus<BITS>(words[0], c + j) - zero;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const float4 v = *reinterpret_cast<const float4*>(now + r * 32 + c);
+                part[r] += difference[0] * v.x;
+                part[r] += difference[1] * v.y;
+                part[r] += difference[2] * v.z;
+                part[r] += difference[3] * v.w;
+            }
+        }
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            if (u + i >= last) break;
-            if (fresh) {
-                const uint64_t at = static_cast<uint64_t>(group++) * n + output;
-                scale = scales[at];
-                zero = __uint_as_float(zeros[at] | 0x4b000000);
-            }
-            float* now = shared_x + (u + i) % 2 * ROWS * 32;
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) now[r * 32 + lane] = column[r];
-            __syncwarp();
-            if (u + i + 1 < last) fetch_x(u + i + 1);
+            for (int w = 0; w < BITS; ++w) words[i][w] = words[i + 1][w];
+        }
+        fresh = --left == 0;
+        if (fresh) left = units_per_group;
+        if (fresh || u + 1 == last) {
 #pragma unroll
-            for (int c = 0; c < 32; c += 4) {
-                float difference[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) difference[j] = code_plus<BITS>(words[i], c + j) - zero;
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-                    const float4 v = *reinterpret_cast<const float4*>(now + r * 32 + c);
-                    part[r] += difference[0] * v.x;
-                    part[r] += difference[1] * v.y;
-                    part[r] += difference[2] * v.z;
-                    part[r] += difference[3] * v.w;
-                }
-            }
-            if (u + i + AHEAD < last) fetch(i, u + i + AHEAD);
-            fresh = --left == 0;
-            if (fresh || u + i + 1 == last) {
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-                    sum[r] += scale * part[r];
-                    part[r] = 0.0f;
-                }
-                left = fresh ? units_per_group : left;
+            for (int r = 0; r < ROWS; ++r) {
+                sum[r] += scale * part[r];
+                part[r] = 0.0f;
             }
         }
     }
