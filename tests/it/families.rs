@@ -6,6 +6,7 @@ use std::sync::Arc;
 use quantkit::backend::Span;
 use quantkit::backend::cpu::Cpu;
 use quantkit::checkpoint::Checkpoint;
+use quantkit::engine::generate::Session;
 use quantkit::model::Model;
 use quantkit::model::source::DenseSource;
 
@@ -17,8 +18,9 @@ fn open(dir: &Path) -> Model {
 
 fn logits(model: &Model, tokens: &[u32]) -> Vec<f32> {
     let chunk = model.embed(&[tokens], vec![Span { rows: tokens.len(), start: 0 }]).unwrap();
-    let hidden = model.forward(chunk, None).unwrap().hidden;
-    model.logits(&hidden).unwrap()
+    let mut chunks = [chunk];
+    model.forward(&mut chunks, None).unwrap();
+    model.backend().download(&model.logits(&chunks[0].hidden).unwrap()).unwrap()
 }
 
 #[track_caller]
@@ -39,19 +41,13 @@ fn check(name: &str) {
 fn cached_decoding_equals_recomputation(model: &Model, tokens: &[u32], name: &str) {
     let whole = logits(model, tokens);
     let vocab = model.config.vocab;
-    let mut caches = vec![vec![Default::default()]; model.blocks.len()];
+    let mut session = Session::new(model, tokens.len()).unwrap();
     let prefill = 7.min(tokens.len());
     let mut at = 0;
     for (i, step) in std::iter::once(&tokens[..prefill]).chain(tokens[prefill..].chunks(1)).enumerate() {
-        let chunk = model.embed(&[step], vec![Span { rows: step.len(), start: at }]).unwrap();
-        let hidden = model.forward(chunk, Some(&mut caches)).unwrap().hidden;
-        close(
-            &model.logits(&hidden).unwrap(),
-            &whole[at * vocab..(at + step.len()) * vocab],
-            2e-4,
-            &format!("{name}, step {i}"),
-        );
+        let last = model.backend().download(&session.feed(step).unwrap()).unwrap();
         at += step.len();
+        close(&last, &whole[(at - 1) * vocab..at * vocab], 2e-4, &format!("{name}, step {i}"));
     }
 }
 

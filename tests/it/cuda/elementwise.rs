@@ -1,0 +1,1 @@
+//! Operations on rows and single values.

@@ -1,0 +1,1 @@
+//! Whole models: logits, text, artifacts, several devices, weights that do not fit.
