@@ -18,7 +18,7 @@ macro_rules! files {
     };
 }
 
-files!("elementwise");
+files!("elementwise" "gemm" "gemm_quant" "gemv" "gemv_quant" "simt");
 
 /// Names of the kernels in a PTX text.
 pub fn entries(ptx: &str) -> impl Iterator<Item = &str> {
