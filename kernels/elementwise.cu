@@ -21,9 +21,10 @@ struct Bf16 {
 
 // ---- Embedding
 
-template <class Format, class T>
-QK_INLINE void embed(const T* table, const uint32_t* ids, float* out, float scale, uint32_t cols, uint32_t stride) {
-    const T* from = table + static_cast<uint64_t>(ids[blockIdx.x]) * stride;
+template <class Format>
+QK_INLINE void embed(const uint16_t* table, const uint32_t* ids, float* out, float scale, uint32_t cols,
+                     uint32_t stride) {
+    const uint16_t* from = table + static_cast<uint64_t>(ids[blockIdx.x]) * stride;
     float* to = out + static_cast<uint64_t>(blockIdx.x) * cols;
     for (uint32_t i = threadIdx.x; i < cols; i += blockDim.x) to[i] = Format::widen(from[i]) * scale;
 }

@@ -51,9 +51,10 @@ QK_INLINE void load_x(const float* x, uint32_t from, uint32_t cols, float (&v)[8
     }
 }
 
+// ROWS is `rows`, or one more: then the last row is computed twice.
 template <int ROWS, typename W>
-QK_INLINE void gemv(const W& weights, const float* x, const float* bias, float* out, uint32_t n, uint32_t cols,
-                    uint32_t stride) {
+QK_INLINE void gemv(const W& weights, const float* x, const float* bias, float* out, uint32_t rows, uint32_t n,
+                    uint32_t cols, uint32_t stride) {
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t first = (blockIdx.x * WARPS + threadIdx.x / 32) * OUTPUTS;
     if (first >= n) return;
@@ -70,7 +71,7 @@ QK_INLINE void gemv(const W& weights, const float* x, const float* bias, float* 
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             float v[8];
-            load_x(x + static_cast<uint64_t>(r) * cols, c, cols, v);
+            load_x(x + static_cast<uint64_t>(r < rows ? r : rows - 1) * cols, c, cols, v);
 #pragma unroll
             for (int o = 0; o < OUTPUTS; ++o) {
 #pragma unroll
@@ -83,7 +84,7 @@ QK_INLINE void gemv(const W& weights, const float* x, const float* bias, float* 
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const float total = qk_warp_sum(sum[o][r]);
-            if (lane == 0 && first + o < n)
+            if (lane == 0 && first + o < n && r < rows)
                 out[static_cast<uint64_t>(r) * n + first + o] = total + (bias != nullptr ? bias[first + o] : 0.0f);
         }
     }
@@ -92,12 +93,9 @@ QK_INLINE void gemv(const W& weights, const float* x, const float* bias, float* 
 template <typename W>
 QK_INLINE void gemv_rows(const W& weights, const float* x, const float* bias, float* out, uint32_t rows, uint32_t n,
                          uint32_t cols, uint32_t stride) {
-    switch (rows) {
-        case 1: gemv<1>(weights, x, bias, out, n, cols, stride); break;
-        case 2: gemv<2>(weights, x, bias, out, n, cols, stride); break;
-        case 3: gemv<3>(weights, x, bias, out, n, cols, stride); break;
-        case 4: gemv<4>(weights, x, bias, out, n, cols, stride); break;
-    }
+    if (rows == 1) gemv<1>(weights, x, bias, out, rows, n, cols, stride);
+    else if (rows == 2) gemv<2>(weights, x, bias, out, rows, n, cols, stride);
+    else gemv<4>(weights, x, bias, out, rows, n, cols, stride);
 }
 
 // Grid ceil(n / 8), block 128, no dynamic shared memory; rows 1 to 4.

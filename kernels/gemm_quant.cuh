@@ -1,17 +1,17 @@
 // Matrix products on tensor cores with GPTQ integers: out = x w' + bias, w[n,k] = scale[g,n] (q[k,n] - zero[g,n]).
 //
-//   gemm_q{2,3,4,8}_{f16,bf16}_{x1,x2}[_small]
-//
 // The differences q - zero are exact in either 16-bit float. They are multiplied as they are, and a group's
 // sum is scaled once, in f32: no weight is ever rounded. Codes go from global memory to the registers where
 // the tensor cores want them, without passing through shared memory.
 // x planes are [rows][units * 32], aligned to 16 bytes; zero points are at most 2^bits.
+#pragma once
 #include "gemm_tile.cuh"
 
 #define QUANT_ARGUMENTS                                                                                        \
     const uint16_t *__restrict__ xh, const uint16_t *__restrict__ xl, const uint32_t *__restrict__ q,          \
         const float *__restrict__ scales, const uint8_t *__restrict__ zeros, const float *__restrict__ bias,   \
         float *__restrict__ out, uint32_t rows, uint32_t n, uint32_t units, uint32_t units_per_group
+#define QUANT_PASSED xh, xl, q, scales, zeros, bias, out, rows, n, units, units_per_group
 
 // Two codes of equal width in the low bits of the two halves, minus two zero points. OR-ing a code into a
 // power of two whose last place is 1 makes a float of it; subtracting power + zero leaves the difference.
@@ -353,30 +353,3 @@ QK_INLINE void quant_small(QUANT_ARGUMENTS) {
     }
     reduce_small(parts, bias, out, row0, col0, rows, n);
 }
-
-// Big: grid (ceil(rows / 128), ceil(n / 128)), block 256, dynamic shared memory 32768 bytes for x1, 65536 for
-// x2. Small: grid (ceil(rows / 16), ceil(n / 64)), block 256, none. Blocks along x share weights.
-#define QUANT(name, T, BITS, XP)                                                                          \
-    extern "C" __global__ void __launch_bounds__(256) name(QUANT_ARGUMENTS) {                             \
-        quant_big<T, BITS, XP>(xh, xl, q, scales, zeros, bias, out, rows, n, units, units_per_group);     \
-    }                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(256) name##_small(QUANT_ARGUMENTS) {                     \
-        quant_small<T, BITS, XP>(xh, xl, q, scales, zeros, bias, out, rows, n, units, units_per_group);   \
-    }
-
-QUANT(gemm_q2_f16_x1, F16, 2, 1)
-QUANT(gemm_q2_f16_x2, F16, 2, 2)
-QUANT(gemm_q2_bf16_x1, Bf16, 2, 1)
-QUANT(gemm_q2_bf16_x2, Bf16, 2, 2)
-QUANT(gemm_q3_f16_x1, F16, 3, 1)
-QUANT(gemm_q3_f16_x2, F16, 3, 2)
-QUANT(gemm_q3_bf16_x1, Bf16, 3, 1)
-QUANT(gemm_q3_bf16_x2, Bf16, 3, 2)
-QUANT(gemm_q4_f16_x1, F16, 4, 1)
-QUANT(gemm_q4_f16_x2, F16, 4, 2)
-QUANT(gemm_q4_bf16_x1, Bf16, 4, 1)
-QUANT(gemm_q4_bf16_x2, Bf16, 4, 2)
-QUANT(gemm_q8_f16_x1, F16, 8, 1)
-QUANT(gemm_q8_f16_x2, F16, 8, 2)
-QUANT(gemm_q8_bf16_x1, Bf16, 8, 1)
-QUANT(gemm_q8_bf16_x2, Bf16, 8, 2)

@@ -1,13 +1,12 @@
 // Products with GPTQ integers for one to four rows of activations: out = x w' + bias, all in f32.
 //
-//   gemv_q{2,3,4,8}
-//
 // A block computes 32 outputs, a lane each, so that a warp reads 128 contiguous bytes of every row of words;
 // 16 warps share the units out in contiguous runs and add their sums in warp order. Position i of the packed
 // columns takes x column gather[i] (-1: none), or column i itself where gather is null.
+#pragma once
 #include "device.cuh"
 
-const int WARPS = 16;
+const int GEMV_WARPS = 16;
 
 // Code i of a unit as a float, by the trick of gemm_quant: 2^23 + code. After unrolling, i is a constant.
 template <int BITS>
@@ -18,15 +17,16 @@ QK_INLINE float code_plus(const uint32_t (&words)[BITS], int i) {
     return __uint_as_float((v & ((1u << BITS) - 1)) | 0x4b000000);
 }
 
+// ROWS is `rows`, or one more: then the last row is computed twice. scratch: GEMV_SCRATCH floats.
 template <int BITS, int ROWS>
-QK_INLINE void gemv_quant(const uint32_t* q, const float* scales, const uint8_t* zeros, const float* x,
-                          const int32_t* gather, const float* bias, float* out, uint32_t n, uint32_t cols,
-                          uint32_t units, uint32_t units_per_group, float* scratch) {
+QK_INLINE void gemv_quant_rows(const uint32_t* q, const float* scales, const uint8_t* zeros, const float* x,
+                          const int32_t* gather, const float* bias, float* out, uint32_t rows, uint32_t n,
+                          uint32_t cols, uint32_t units, uint32_t units_per_group, float* scratch) {
     // Units on their way besides the one at work; all take the same path through a queue of registers.
     constexpr int AHEAD = BITS == 8 ? 1 : 3;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32_t mine = blockIdx.x * 32 + lane, output = mine < n ? mine : n - 1;
-    const uint32_t each = (units + WARPS - 1) / WARPS;
+    const uint32_t each = (units + GEMV_WARPS - 1) / GEMV_WARPS;
     const uint32_t first = warp * each < units ? warp * each : units;
     const uint32_t last = first + each < units ? first + each : units;
 
@@ -43,7 +43,7 @@ QK_INLINE void gemv_quant(const uint32_t* q, const float* scales, const uint8_t*
         const uint32_t position = u * 32 + lane;
         const int32_t c = gather != nullptr ? gather[position] : position < cols ? static_cast<int32_t>(position) : -1;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) column[r] = c < 0 ? 0.0f : x[static_cast<uint64_t>(r) * cols + c];
+        for (int r = 0; r < ROWS; ++r) column[r] = c < 0 ? 0.0f : x[static_cast<uint64_t>(r < rows ? r : rows - 1) * cols + c];
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) fetch(words[i], first + i);
@@ -101,32 +101,27 @@ QK_INLINE void gemv_quant(const uint32_t* q, const float* scales, const uint8_t*
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) scratch[(warp * ROWS + r) * 32 + lane] = sum[r];
     __syncthreads();
-    if (warp < ROWS && mine < n) {
+    if (warp < rows && mine < n) {
         float total = scratch[warp * 32 + lane];
-        for (int w = 1; w < WARPS; ++w) total += scratch[(w * ROWS + warp) * 32 + lane];
+        for (int w = 1; w < GEMV_WARPS; ++w) total += scratch[(w * ROWS + warp) * 32 + lane];
         out[static_cast<uint64_t>(warp) * n + mine] = total + (bias != nullptr ? bias[mine] : 0.0f);
     }
 }
 
-// Grid ceil(n / 32), block 512, no dynamic shared memory; rows 1 to 4.
-#define GEMV_QUANT(name, BITS)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(512) name(                                                      \
-        const uint32_t* __restrict__ q, const float* __restrict__ scales, const uint8_t* __restrict__ zeros,     \
-        const float* __restrict__ x, const int32_t* __restrict__ gather, const float* __restrict__ bias,         \
-        float* __restrict__ out, uint32_t rows, uint32_t n, uint32_t cols, uint32_t units,                       \
-        uint32_t units_per_group) {                                                                              \
-        __shared__ __align__(16) float scratch[WARPS * 2 * 4 * 32];                                              \
-        switch (rows) {                                                                                          \
-            case 1: GEMV_QUANT_ROWS(BITS, 1); break;                                                             \
-            case 2: GEMV_QUANT_ROWS(BITS, 2); break;                                                             \
-            case 3: GEMV_QUANT_ROWS(BITS, 3); break;                                                             \
-            case 4: GEMV_QUANT_ROWS(BITS, 4); break;                                                             \
-        }                                                                                                        \
-    }
-#define GEMV_QUANT_ROWS(BITS, ROWS) \
-    gemv_quant<BITS, ROWS>(q, scales, zeros, x, gather, bias, out, n, cols, units, units_per_group, scratch)
+const int GEMV_SCRATCH = GEMV_WARPS * 2 * 4 * 32;
 
-GEMV_QUANT(gemv_q2, 2)
-GEMV_QUANT(gemv_q3, 3)
-GEMV_QUANT(gemv_q4, 4)
-GEMV_QUANT(gemv_q8, 8)
+#define GEMV_QUANT_ARGUMENTS                                                                                     \
+    const uint32_t *__restrict__ q, const float *__restrict__ scales, const uint8_t *__restrict__ zeros,         \
+        const float *__restrict__ x, const int32_t *__restrict__ gather, const float *__restrict__ bias,         \
+        float *__restrict__ out, uint32_t rows, uint32_t n, uint32_t cols, uint32_t units, uint32_t units_per_group
+
+template <int BITS>
+QK_INLINE void gemv_quant(GEMV_QUANT_ARGUMENTS) {
+    __shared__ __align__(16) float scratch[GEMV_SCRATCH];
+#define ROWS_OF(ROWS) \
+    gemv_quant_rows<BITS, ROWS>(q, scales, zeros, x, gather, bias, out, rows, n, cols, units, units_per_group, scratch)
+    if (rows == 1) ROWS_OF(1);
+    else if (rows == 2) ROWS_OF(2);
+    else ROWS_OF(4);
+#undef ROWS_OF
+}

@@ -1,0 +1,2 @@
+use super::*;
+pub const CASES: &[Case] = &[];
