@@ -54,13 +54,13 @@ macro_rules! pair {
     };
 }
 
-fn dense_kernels(plane: Plane, two_planes: bool, precision: Precision) -> Pair {
-    match (plane, precision) {
-        (Plane::F16, Precision::Single) => pair!("gemm_f16_x1", 64 << 10, 32),
-        (Plane::F16, Precision::Double) => pair!("gemm_f16_x2", 72 << 10, 32),
-        (Plane::Bf16, Precision::Single) => pair!("gemm_bf16_x1", 64 << 10, 32),
-        (Plane::Bf16, Precision::Double) if two_planes => pair!("gemm_bf16_x3", 96 << 10, 32),
-        (Plane::Bf16, Precision::Double) => pair!("gemm_bf16_x2", 72 << 10, 32),
+fn dense_kernels(plane: Plane, x_planes: usize, w_planes: usize) -> Pair {
+    match (plane, x_planes, w_planes) {
+        (Plane::F16, 1, _) => pair!("gemm_f16_x1", 64 << 10, 32),
+        (Plane::F16, ..) => pair!("gemm_f16_x2", 72 << 10, 32),
+        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", 64 << 10, 32),
+        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", 72 << 10, 32),
+        (Plane::Bf16, ..) => pair!("gemm_bf16_x3", 96 << 10, 32),
     }
 }
 
@@ -128,6 +128,10 @@ impl Planes {
         launch.u32(x.rows).u32(x.cols).u32(stride).go()?;
         Ok(Self { plane, high, low, stride })
     }
+
+    fn count(&self) -> usize {
+        1 + usize::from(self.low.is_some())
+    }
 }
 
 fn dense(x: &Tensor, weight: &Planes, bias: Option<&Buffer>, precision: Precision, out: &Tensor) -> Done<()> {
@@ -143,11 +147,13 @@ fn dense(x: &Tensor, weight: &Planes, bias: Option<&Buffer>, precision: Precisio
         let launch = launch.buffer(x.buffer()).optional(bias).buffer(out.buffer());
         return launch.u32(x.rows).u32(n).u32(x.cols).u32(weight.stride).go();
     }
+    // An f32 weight was not to be rounded; then activations are not either.
+    let precision = if weight.low.is_some() { Precision::Double } else { precision };
     let x = Planes::of(x, weight.plane, precision, None, weight.stride)?;
     if let Some(blas) = library(device) {
         return dense_blas(blas, &x, weight, bias, out);
     }
-    let kernels = dense_kernels(weight.plane, weight.low.is_some(), precision);
+    let kernels = dense_kernels(weight.plane, x.count(), weight.count());
     let (kernel, grid, shared) = kernels.shape(out.rows, n);
     let launch = device.launch(kernel, grid, BLOCK).shared(shared).buffer(&x.high).optional(x.low.as_ref());
     let launch = launch.buffer(&weight.high).optional(weight.low.as_ref()).optional(bias).buffer(out.buffer());
@@ -249,8 +255,7 @@ fn dense_blas(blas: &CudaBlas, x: &Planes, weight: &Planes, bias: Option<&Buffer
     };
     let mut products = vec![(&x.high, &weight.high)];
     products.extend(x.low.as_ref().map(|low| (low, &weight.high)));
-    // Activations of one plane have no bits that the second plane of the weight would add to.
-    products.extend(weight.low.as_ref().filter(|_| x.low.is_some()).map(|low| (&x.high, low)));
+    products.extend(weight.low.as_ref().map(|low| (&x.high, low)));
     for (i, (x, w)) in products.into_iter().enumerate() {
         let (alpha, beta) = (1.0f32, if i == 0 { 0.0f32 } else { 1.0 });
         // SAFETY: w is [n][k], x [rows][k] and out [rows][n], all alive; the factors are read before it returns.
