@@ -314,6 +314,7 @@ fn cublas_products() {
         )
     };
     assert!(refused.is_err());
+    assert!(emulator::last_report().contains("leading dimensions 4, 8, 8"), "{}", emulator::last_report());
     // SAFETY: the handle is not used again.
     unsafe { blas::destroy_handle(handle) }.unwrap();
 }
