@@ -209,8 +209,14 @@ pub trait Backend: Send + Sync {
     /// The device in words, for reports.
     fn device(&self) -> String;
 
+    /// The kind of device: equal kinds give equal bits, whatever their number.
+    fn kind(&self) -> String;
+
     /// How many devices work side by side: batches go to them in turn.
     fn devices(&self) -> usize;
+
+    /// Bytes that can be had; on several devices, of the one that has least. `None` where the system does not tell.
+    fn free_memory(&self) -> Option<u64>;
 
     /// GPTQ on the device, where it has its own; otherwise `quantize` computes on the host.
     fn solver(&self) -> Option<&dyn Solver>;

@@ -33,8 +33,18 @@ impl Backend for Cpu {
         "cpu".into()
     }
 
+    fn kind(&self) -> String {
+        "cpu".into()
+    }
+
     fn devices(&self) -> usize {
         1
+    }
+
+    fn free_memory(&self) -> Option<u64> {
+        let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+        let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
     }
 
     fn solver(&self) -> Option<&dyn Solver> {
@@ -218,5 +228,17 @@ impl Backend for Cpu {
 
     fn end_recording(&self) -> Done<Recording> {
         Err(DeviceError { device: self.device(), why: "nothing is recorded here".into() })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_system_tells_what_is_free() {
+        assert!(Cpu.free_memory().unwrap() > 1 << 20);
     }
 }

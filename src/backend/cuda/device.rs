@@ -19,10 +19,15 @@ const LEAST_CAPABILITY: (i32, i32) = (8, 0);
 /// The driver that takes the PTX version of the kernels, as CUDA numbers it (12.2: driver 535).
 const LEAST_DRIVER: i32 = 12020;
 
+/// Whether there is a CUDA driver at all.
+pub fn installed() -> bool {
+    // SAFETY: asks the dynamic loader whether the driver library is there; nothing is called in it.
+    unsafe { cudarc::driver::sys::is_culib_present() }
+}
+
 /// How many CUDA devices there are; `Err` tells why none can be used.
 pub fn count() -> Result<usize, String> {
-    // SAFETY: asks the dynamic loader whether the driver library is there; nothing is called in it.
-    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+    if !installed() {
         return Err("no CUDA driver is installed".into());
     }
     let mut version = 0;
@@ -63,7 +68,10 @@ pub struct Device {
     pub stream: Arc<CudaStream>,
     /// The stream on which weights arrive.
     pub copies: Arc<CudaStream>,
+    /// `cuda:0 (its model)`.
     pub name: String,
+    /// What the driver calls it.
+    pub model: String,
     /// Place among the devices that work side by side.
     pub slot: usize,
     /// Present where cuBLAS is installed and wanted.
@@ -114,6 +122,7 @@ impl Device {
             stream,
             copies,
             name: label,
+            model: name,
             slot,
             blas,
             modules: Modules::default(),

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use batch::OnDevice;
 use cache::CacheType;
-pub use device::{Buffer, Device, count};
+pub use device::{Buffer, Device, count, installed};
 use weights::{DeviceMatrix, Loader, Plane, Stored};
 
 use super::solver::Solver;
@@ -164,8 +164,19 @@ impl Backend for Cuda {
         self.loaders.iter().map(|l| l.device().name.as_str()).collect::<Vec<_>>().join(", ")
     }
 
+    fn kind(&self) -> String {
+        let mut kinds: Vec<&str> = self.loaders.iter().map(|l| l.device().model.as_str()).collect();
+        kinds.sort_unstable();
+        kinds.dedup();
+        kinds.join(", ")
+    }
+
     fn devices(&self) -> usize {
         self.loaders.len()
+    }
+
+    fn free_memory(&self) -> Option<u64> {
+        self.loaders.iter().map(|l| l.device().memory().ok().map(|(free, _)| free as u64)).min()?
     }
 
     fn solver(&self) -> Option<&dyn Solver> {
