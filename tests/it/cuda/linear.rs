@@ -152,7 +152,7 @@ fn large_activations() {
         let x = backend.upload(5, 64, x.clone()).unwrap();
         backend.download(&backend.linear(&x, &backend.load(weight.clone()).unwrap(), None).unwrap()).unwrap()
     };
-    let (want, got) = (run(&Cpu), run(&backend));
+    let (want, got) = (run(&Cpu), run(&*backend));
     let largest = want.iter().fold(0.0f32, |m, v| m.max(v.abs()));
     for (want, got) in want.iter().zip(&got) {
         assert!((want - got).abs() < 1e-4 * largest, "{got} for {want}");
