@@ -151,7 +151,7 @@ fn largest_channels() {
     let mut x = noise(rows * cols, 1);
     let mut set = |row: usize, col: usize, value: f32| x[row * cols + col] = value;
     // Equals: the lowest wins, wherever its thread is.
-    [1000, 17, 16, 999].map(|col| set(0, col, 2.0));
+    [1000, 17, 16, 999].into_iter().for_each(|col| set(0, col, 2.0));
     set(1, cols - 1, 3.0);
     set(2, 0, 3.0);
     // These rows have none.
