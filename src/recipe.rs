@@ -91,6 +91,9 @@ pub struct Recipe {
     pub on_misfit: String,
     pub checkpoint_format: String,
     pub max_shard_bytes: u64,
+    /// The kind of device that calibrated: kinds differ in the last bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calibration: Option<CalibrationRecord>,
 }

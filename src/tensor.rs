@@ -1,4 +1,4 @@
-//! Host tensors: element types, shared read-only bytes, and activations.
+//! What files hold: element types, shared read-only bytes.
 
 use std::fmt;
 use std::ops::{Deref, Range};
@@ -130,49 +130,6 @@ pub fn widened(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
     let mut out = vec![0.0; bytes.len() / dtype.size()];
     widen(dtype, bytes, &mut out);
     out
-}
-
-/// Where the numbers of a [`Tensor`] live. A backend reads only its own kind.
-#[derive(Clone, Debug)]
-pub enum Storage {
-    /// Row-major f32 in host memory.
-    Host(Vec<f32>),
-}
-
-/// Activations: `rows` tokens of `cols` channels, in the memory of the backend that made them.
-#[derive(Clone, Debug)]
-pub struct Tensor {
-    pub rows: usize,
-    pub cols: usize,
-    storage: Storage,
-}
-
-impl Tensor {
-    /// Wraps row-major host values.
-    ///
-    /// # Panics
-    /// If `data` is not `rows * cols` long.
-    pub fn host(rows: usize, cols: usize, data: Vec<f32>) -> Self {
-        assert_eq!(data.len(), rows * cols, "a {rows}x{cols} tensor");
-        Self { rows, cols, storage: Storage::Host(data) }
-    }
-
-    /// Zeros in host memory.
-    pub fn zeros(rows: usize, cols: usize) -> Self {
-        Self::host(rows, cols, vec![0.0; rows * cols])
-    }
-
-    /// The host values, row-major.
-    pub fn as_host(&self) -> &[f32] {
-        let Storage::Host(data) = &self.storage;
-        data
-    }
-
-    /// The host values, to be changed.
-    pub fn as_host_mut(&mut self) -> &mut [f32] {
-        let Storage::Host(data) = &mut self.storage;
-        data
-    }
 }
 
 /// u32 words as little-endian bytes.

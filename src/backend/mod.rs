@@ -2,11 +2,17 @@
 //! is the reference; every other backend must match it.
 
 pub mod cpu;
+pub mod cuda;
+pub mod solver;
+pub mod tensor;
 pub mod weight;
+
+use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::tensor::Tensor;
+use solver::Solver;
+use tensor::Tensor;
 use weight::Weight;
 
 /// A device that failed: out of memory, lost, wrong driver.
@@ -24,13 +30,16 @@ pub type Done<T> = Result<T, DeviceError>;
 #[derive(Clone, Debug)]
 pub enum Matrix {
     Host(Weight),
+    Cuda(Arc<cuda::weights::Stored>),
 }
 
 impl Matrix {
     /// The stored weight behind it.
     pub fn weight(&self) -> &Weight {
-        let Matrix::Host(weight) = self;
-        weight
+        match self {
+            Matrix::Host(weight) => weight,
+            Matrix::Cuda(stored) => &stored.weight,
+        }
     }
 }
 
@@ -55,12 +64,32 @@ pub fn spans_of(lengths: impl IntoIterator<Item = usize>) -> Vec<Span> {
     lengths.into_iter().map(|rows| Span { rows, start: 0 }).collect()
 }
 
+/// Token ids and where they stand: what a pass over some sequences starts from.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    pub ids: Vec<u32>,
+    pub spans: Vec<Span>,
+    /// The same on a device.
+    cuda: Option<cuda::batch::OnDevice>,
+}
+
+impl Batch {
+    /// A batch for a backend that computes in host memory.
+    pub fn host(ids: Vec<u32>, spans: Vec<Span>) -> Self {
+        Self { ids, spans, cuda: None }
+    }
+
+    /// One past the last position.
+    pub fn end(&self) -> usize {
+        self.spans.iter().map(|s| s.start + s.rows).max().unwrap_or(0)
+    }
+}
+
 /// Cosines and sines of rotary embedding, `[positions, half]` each, scaled by the attention factor.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct RopeTable {
-    pub half: usize,
-    pub cos: Vec<f32>,
-    pub sin: Vec<f32>,
+    pub cos: Tensor,
+    pub sin: Tensor,
 }
 
 /// Shapes and scale of one attention layer.
@@ -77,11 +106,56 @@ pub struct AttentionShape {
 }
 
 /// Keys and values of one sequence in one layer.
-#[derive(Clone, Debug, Default)]
-pub struct KvCache {
-    pub len: usize,
-    pub keys: Vec<f32>,
-    pub values: Vec<f32>,
+#[derive(Debug)]
+pub enum KvCache {
+    Host(cpu::Rows),
+    Cuda(cuda::cache::Pages),
+}
+
+/// What caches are to hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheShape {
+    pub layers: usize,
+    pub sequences: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Tokens a sequence can have at most.
+    pub capacity: usize,
+}
+
+/// Sums over calibration tokens, where the backend keeps them.
+#[derive(Clone, Debug)]
+pub enum Sums<T> {
+    Host(Vec<T>),
+    Cuda(cuda::Buffer),
+}
+
+impl<T> Sums<T> {
+    /// The host values.
+    ///
+    /// # Panics
+    /// If another backend made them: backends are not mixed.
+    pub fn host(&self) -> &[T] {
+        match self {
+            Sums::Host(values) => values,
+            Sums::Cuda(buffer) => panic!("host sums are wanted, not {buffer:?}"),
+        }
+    }
+
+    /// The host values, to be changed. Panics like [`Self::host`].
+    pub fn host_mut(&mut self) -> &mut [T] {
+        match self {
+            Sums::Host(values) => values,
+            Sums::Cuda(buffer) => panic!("host sums are wanted, not {buffer:?}"),
+        }
+    }
+
+    fn buffer(&self) -> &cuda::Buffer {
+        match self {
+            Sums::Cuda(buffer) => buffer,
+            Sums::Host(_) => panic!("device sums are wanted, not those in host memory"),
+        }
+    }
 }
 
 /// X'X of the inputs that a linear saw.
@@ -89,19 +163,15 @@ pub struct KvCache {
 pub struct Gram {
     pub n: usize,
     /// Row-major; only the lower triangle is kept up.
-    pub lower: Vec<f64>,
+    pub lower: Sums<f64>,
     /// Rows of X so far.
     pub tokens: u64,
 }
 
 impl Gram {
-    pub fn new(n: usize) -> Self {
-        Self { n, lower: vec![0.0; n * n], tokens: 0 }
-    }
-
-    /// How many channels never were anything but zero.
-    pub fn dead(&self) -> usize {
-        (0..self.n).filter(|i| self.lower[i * self.n + i] == 0.0).count()
+    /// In host memory.
+    pub fn host(n: usize, lower: Vec<f64>, tokens: u64) -> Self {
+        Self { n, lower: Sums::Host(lower), tokens }
     }
 }
 
@@ -111,36 +181,78 @@ impl Gram {
 pub struct Drift {
     pub n: usize,
     /// Row-major.
-    pub values: Vec<f32>,
+    pub values: Sums<f32>,
     /// Rows of X so far.
     pub tokens: u64,
 }
 
 impl Drift {
-    pub fn new(n: usize) -> Self {
-        Self { n, values: vec![0.0; n * n], tokens: 0 }
+    /// In host memory.
+    pub fn host(n: usize, values: Vec<f32>, tokens: u64) -> Self {
+        Self { n, values: Sums::Host(values), tokens }
     }
 }
 
-/// The operations the engine is made of. Rows of every tensor are tokens.
+/// The device work of some operations, to be run again on other contents of the same memory.
+pub struct Recording(cuda::graph::Graph);
+
+impl Recording {
+    /// Runs it.
+    pub fn run(&mut self) -> Done<()> {
+        self.0.run()
+    }
+}
+
+/// The operations the engine is made of. Rows of every tensor are tokens. Operations may still be under way when
+/// they return; `download` and everything else that gives numbers waits for them.
 pub trait Backend: Send + Sync {
     /// The device in words, for reports.
     fn device(&self) -> String;
 
-    /// Brings a stored weight to where `linear` can use it.
+    /// The kind of device: equal kinds give equal bits, whatever their number.
+    fn kind(&self) -> String;
+
+    /// How many devices work side by side: batches go to them in turn.
+    fn devices(&self) -> usize;
+
+    /// Bytes that can be had; on several devices, of the one that has least. `None` where the system does not tell.
+    fn free_memory(&self) -> Option<u64>;
+
+    /// GPTQ on the device, where it has its own; otherwise `quantize` computes on the host.
+    fn solver(&self) -> Option<&dyn Solver>;
+
+    /// Takes up a stored weight for `linear`.
     fn load(&self, weight: Weight) -> Done<Matrix>;
 
-    /// Brings a vector or matrix of floats to the device.
+    /// `now` is about to be used, `next` after it: a device that does not hold all weights brings them in.
+    fn expect(&self, now: &[&Matrix], next: &[&Matrix]) -> Done<()>;
+
+    /// These will not be used for a while; their room may go to others.
+    fn release(&self, matrices: &[&Matrix]);
+
+    /// Brings a parameter, a vector or matrix of floats, to all devices.
     fn upload(&self, rows: usize, cols: usize, data: Vec<f32>) -> Done<Tensor>;
 
     /// Brings floats back.
     fn download(&self, x: &Tensor) -> Done<Vec<f32>>;
 
-    /// Rows `ids` of the embedding table, times `scale`.
-    fn embed(&self, table: &Matrix, ids: &[u32], scale: f32) -> Done<Tensor>;
+    /// One row of `x`.
+    fn row(&self, x: &Tensor, row: usize) -> Done<Tensor>;
+
+    /// Takes up token ids and their places.
+    fn batch(&self, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch>;
+
+    /// Other ids and places for a batch of the same shape, in the same memory.
+    fn rebatch(&self, batch: &Batch, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch>;
+
+    /// Rows of the embedding table, times `scale`.
+    fn embed(&self, table: &Matrix, batch: &Batch, scale: f32) -> Done<Tensor>;
 
     /// x / sqrt(mean(x²) + eps) * weight, row by row.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Done<Tensor>;
+
+    /// x += y, then the norm of x.
+    fn add_rms_norm(&self, x: &mut Tensor, y: &Tensor, weight: &Tensor, eps: f32) -> Done<Tensor>;
 
     /// x W' + bias.
     fn linear(&self, x: &Tensor, weight: &Matrix, bias: Option<&Tensor>) -> Done<Tensor>;
@@ -150,11 +262,17 @@ pub trait Backend: Send + Sync {
     fn rope(
         &self,
         x: &mut Tensor,
-        spans: &[Span],
+        batch: &Batch,
         head_dim: usize,
         norm: Option<(&Tensor, f32)>,
         table: &RopeTable,
     ) -> Done<()>;
+
+    /// Empty caches, `[layer][sequence]`, with memory for all they can hold.
+    fn caches(&self, shape: CacheShape) -> Done<Vec<Vec<KvCache>>>;
+
+    /// Makes room for the next rows of each sequence, before a pass over them.
+    fn reserve(&self, caches: &mut [Vec<KvCache>], batch: &Batch) -> Done<()>;
 
     /// Causal attention of each span over itself and, with caches (one a span), over what they hold; the
     /// caches take up the new keys and values.
@@ -163,7 +281,7 @@ pub trait Backend: Send + Sync {
         q: &Tensor,
         k: &Tensor,
         v: &Tensor,
-        spans: &[Span],
+        batch: &Batch,
         shape: &AttentionShape,
         caches: Option<&mut [KvCache]>,
     ) -> Done<Tensor>;
@@ -174,12 +292,34 @@ pub trait Backend: Send + Sync {
     /// x += y.
     fn add(&self, x: &mut Tensor, y: &Tensor) -> Done<()>;
 
+    /// Zero sums for inputs of `n` channels.
+    fn gram(&self, n: usize) -> Done<Gram>;
+
     /// Adds X'X to `gram`.
     fn add_gram(&self, x: &Tensor, gram: &mut Gram) -> Done<()>;
+
+    /// The diagonal of X'X.
+    fn diagonal(&self, gram: &Gram) -> Done<Vec<f64>>;
+
+    /// Zero sums for inputs of `n` channels.
+    fn drift(&self, n: usize) -> Done<Drift>;
 
     /// Adds X'(O - X) to `drift`.
     fn add_drift(&self, x: &Tensor, original: &Tensor, drift: &mut Drift) -> Done<()>;
 
     /// Negative log-likelihood (nats) of `targets[i]` under the softmax of row i of x W'.
     fn nll(&self, x: &Tensor, head: &Matrix, targets: &[u32], softcap: Option<f32>) -> Done<Vec<f32>>;
+
+    /// x = cap * tanh(x / cap).
+    fn softcap(&self, x: &mut Tensor, cap: f32) -> Done<()>;
+
+    /// The channel with the largest value in each row, the lowest of equals; `None` where a row has none: NaN or
+    /// plus infinity in it, or nothing above minus infinity.
+    fn argmax(&self, x: &Tensor) -> Done<Vec<Option<u32>>>;
+
+    /// Starts recording; `false` where there is nothing to gain.
+    fn begin_recording(&self) -> Done<bool>;
+
+    /// Ends the recording that `begin_recording` started.
+    fn end_recording(&self) -> Done<Recording>;
 }

@@ -2,10 +2,10 @@
 //! block is quantized from the inputs it really gets and the quantized weights carry the pass on. Beside it
 //! the windows can go through the original model, to tell how far the inputs have drifted.
 
+use crate::backend::tensor::Tensor;
 use crate::backend::{DeviceError, Drift, Gram, Matrix, spans_of};
 use crate::model::block::{Block, Chunk, Stage};
 use crate::model::{Model, ModelError};
-use crate::tensor::Tensor;
 
 /// Tokens taken through a layer at once. Fixed, so that sums do not depend on the machine.
 const CHUNK_TOKENS: usize = 4096;
@@ -27,8 +27,17 @@ pub trait Quantizing {
 /// Statistics of the inputs of one stage.
 pub struct Inputs {
     pub gram: Gram,
+    /// The diagonal of the Gram matrix, in host memory.
+    pub diagonal: Vec<f64>,
     /// Against the original model, where it ran beside.
     pub drift: Option<Drift>,
+}
+
+impl Inputs {
+    /// How many channels never were anything but zero.
+    pub fn dead(&self) -> usize {
+        self.diagonal.iter().filter(|h| **h == 0.0).count()
+    }
 }
 
 /// How the driver goes.
@@ -51,6 +60,7 @@ pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], course: Course, j
         chunks[count..].iter_mut().for_each(|chunk| chunk.original = true);
     }
     for block in &model.blocks {
+        model.enter(block)?;
         let one_stage = |stage, inputs: &[Tensor], job: &mut Q| {
             let (inputs, originals) = inputs.split_at(count);
             one_stage(model, block, stage, inputs, originals, job)
@@ -68,6 +78,7 @@ pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], course: Course, j
             let mut swaps = swaps.into_iter();
             block.run::<Q::Error>(model, &mut chunks, None, &mut |_, _| Ok(swaps.next()))?;
         }
+        model.leave(block);
         job.finished(block)?;
     }
     Ok(())
@@ -84,19 +95,27 @@ fn one_stage<Q: Quantizing>(
     if let Some(weights) = job.restored(block, stage)? {
         return Ok(weights);
     }
-    let mut gram = Gram::new(inputs.first().map_or(0, |x| x.cols));
+    let backend = model.backend();
+    let width = inputs.first().map_or(0, |x| x.cols);
+    let mut gram = backend.gram(width)?;
     for x in inputs {
-        model.backend().add_gram(x, &mut gram)?;
+        backend.add_gram(x, &mut gram)?;
     }
-    if gram.lower.iter().any(|h| !h.is_finite()) {
+    // No entry of X'X is larger than the diagonal allows.
+    let diagonal = backend.diagonal(&gram)?;
+    if diagonal.iter().any(|h| !h.is_finite()) {
         let path = block.linears(stage)[0].path.clone();
         return Err(ModelError::NonFinite { path: format!("the input of {path}") }.into());
     }
     let mut drift = None;
     for (x, original) in inputs.iter().zip(originals) {
-        model.backend().add_drift(x, original, drift.get_or_insert_with(|| Drift::new(x.cols)))?;
+        let sums = match &mut drift {
+            Some(sums) => sums,
+            none => none.insert(backend.drift(width)?),
+        };
+        backend.add_drift(x, original, sums)?;
     }
-    job.quantize(block, stage, &Inputs { gram, drift })
+    job.quantize(block, stage, &Inputs { gram, diagonal, drift })
 }
 
 /// Whole windows, packed into chunks in order.

@@ -61,6 +61,19 @@ pub struct ModelArgs {
     /// Branch, tag or commit of a hub model [default: main]
     #[arg(long)]
     pub revision: Option<String>,
+    /// Where to compute: auto (all CUDA devices, or the CPU), cpu, cuda (all), cuda:0, cuda:0,1
+    #[arg(long, default_value = "auto", env = "QUANTKIT_DEVICE", value_parser = parse_device)]
+    pub device: DeviceArg,
+}
+
+/// Where to compute.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DeviceArg {
+    Auto,
+    Cpu,
+    AllCuda,
+    /// Ordinals of CUDA devices.
+    Cuda(Vec<usize>),
 }
 
 #[derive(Clone, Debug, Args)]
@@ -323,6 +336,9 @@ pub struct GenerateArgs {
     /// Seed of sampling [default: 0]
     #[arg(long)]
     pub seed: Option<u64>,
+    /// Launch the kernels of each token one by one instead of as one recorded CUDA graph
+    #[arg(long)]
+    pub no_cuda_graph: bool,
     /// Do not stop at end-of-sequence tokens
     #[arg(long)]
     pub ignore_eos: bool,
@@ -336,6 +352,23 @@ pub struct ListArgs {
     /// One JSON object on stdout, nothing else
     #[arg(long)]
     pub json: bool,
+}
+
+fn parse_device(text: &str) -> Result<DeviceArg, String> {
+    let known = || "known are auto, cpu, cuda, cuda:N, cuda:N,M".to_string();
+    match text {
+        "auto" => Ok(DeviceArg::Auto),
+        "cpu" => Ok(DeviceArg::Cpu),
+        "cuda" => Ok(DeviceArg::AllCuda),
+        _ => {
+            let list = text.strip_prefix("cuda:").ok_or_else(known)?;
+            let ordinals: Vec<usize> = list.split(',').map(|n| n.parse().map_err(|_| known())).collect::<Result<_, _>>()?;
+            match ordinals.iter().enumerate().find(|(i, n)| ordinals[..*i].contains(n)) {
+                Some((_, twice)) => Err(format!("device {twice} is named twice")),
+                None => Ok(DeviceArg::Cuda(ordinals)),
+            }
+        }
+    }
 }
 
 fn parse_bits(text: &str) -> Result<u8, String> {

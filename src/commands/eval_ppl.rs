@@ -2,7 +2,9 @@
 
 use anyhow::Result;
 
+use super::device::backend;
 use super::open::{Measurement, corpus, locate, open, perplexity};
+use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::PplArgs;
 use crate::cli::interrupt;
@@ -11,7 +13,7 @@ use crate::model::tokenizer::BosMode;
 
 pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     let located = locate(&args.model, printer)?;
-    let runnable = open(&located.dir, printer)?;
+    let runnable = open(&located.dir, backend(&args.model.device, CudaOptions::default(), printer)?, printer)?;
     let corpus = corpus(args.text.as_deref(), Corpus::heldout, runnable.model.checkpoint())?;
     if args.bos == BosMode::Auto {
         printer.note(format!("BOS: {}", runnable.tokenizer()?.bos_evidence()));

@@ -1,5 +1,6 @@
 //! One file a verb; no algorithm.
 
+mod device;
 mod eval_ppl;
 mod generate;
 mod list;

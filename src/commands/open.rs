@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
-use crate::backend::cpu::Cpu;
+use crate::backend::Backend;
 use crate::calibrate::corpus::Corpus;
 use crate::checkpoint::Checkpoint;
 use crate::cli::args::ModelArgs;
@@ -111,13 +111,13 @@ impl Runnable {
 }
 
 /// Opens a folder whatever form its weights have.
-pub fn open(dir: &Path, printer: Printer) -> Result<Runnable> {
+pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let checkpoint = Checkpoint::open(dir)?;
     let opened = format::open(checkpoint)?;
     for warning in &opened.warnings {
         printer.warn(warning);
     }
-    let model = Model::open(opened.source, Arc::new(Cpu))
+    let model = Model::open(opened.source, backend)
         .with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
     Ok(Runnable { model, tokenizer: OnceCell::new(), method: opened.method, printer })
 }

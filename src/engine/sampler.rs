@@ -54,6 +54,11 @@ impl Sampler {
         Ok(Self { options, rng: ChaCha8Rng::seed_from_u64(options.seed) })
     }
 
+    /// Whether the likeliest token is taken every time.
+    pub fn is_greedy(&self) -> bool {
+        self.options.temperature == 0.0
+    }
+
     /// The next token.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, SamplerError> {
         if self.options.temperature == 0.0 {

@@ -11,32 +11,42 @@ const CHUNK_TOKENS: usize = 4096;
 pub fn nll(model: &Model, windows: &[&[u32]]) -> Result<Vec<Vec<f32>>, ModelError> {
     let mut out = Vec::with_capacity(windows.len());
     let mut rest = windows;
-    while let Some(first) = rest.first() {
-        let mut tokens = first.len();
-        let fitting = 1 + rest[1..]
-            .iter()
-            .take_while(|w| {
-                tokens += w.len();
-                tokens <= CHUNK_TOKENS
-            })
-            .count();
-        let (now, later) = rest.split_at(fitting);
-        let chunk = model.embed(now, spans_of(now.iter().map(|w| w.len())))?;
-        let hidden = model.forward(chunk, None)?.hidden;
-        // The last token of a window predicts nothing that is known; its row is scored and dropped.
-        let targets: Vec<u32> = now.iter().flat_map(|w| w[1..].iter().copied().chain([0])).collect();
-        let scores = model.nll(&hidden, &targets)?;
-        let mut at = 0;
-        for window in now {
-            let scores = &scores[at..at + window.len() - 1];
-            at += window.len();
-            if scores.iter().any(|s| !s.is_finite()) {
-                let path = model.first_non_finite(window)?.unwrap_or_else(|| "the output head".into());
-                return Err(ModelError::NonFinite { path });
-            }
-            out.push(scores.to_vec());
+    while !rest.is_empty() {
+        // One chunk a device, so that all devices have work before the first one is waited for.
+        let mut groups: Vec<&[&[u32]]> = Vec::new();
+        while groups.len() < model.backend().devices() && !rest.is_empty() {
+            let (now, later) = rest.split_at(fitting(rest));
+            groups.push(now);
+            rest = later;
         }
-        rest = later;
+        let embed = |group: &&[&[u32]]| model.embed(group, spans_of(group.iter().map(|w| w.len())));
+        let mut chunks = groups.iter().map(embed).collect::<Result<Vec<_>, _>>()?;
+        model.forward(&mut chunks, None)?;
+        for (group, chunk) in groups.iter().zip(&chunks) {
+            // The last token of a window predicts nothing that is known; its row is scored and dropped.
+            let targets: Vec<u32> = group.iter().flat_map(|w| w[1..].iter().copied().chain([0])).collect();
+            let scores = model.nll(&chunk.hidden, &targets)?;
+            let mut at = 0;
+            for window in *group {
+                let scores = &scores[at..at + window.len() - 1];
+                at += window.len();
+                if scores.iter().any(|s| !s.is_finite()) {
+                    let path = model.first_non_finite(window)?.unwrap_or_else(|| "the output head".into());
+                    return Err(ModelError::NonFinite { path });
+                }
+                out.push(scores.to_vec());
+            }
+        }
     }
     Ok(out)
+}
+
+/// How many of the next windows go into one chunk; at least one.
+fn fitting(windows: &[&[u32]]) -> usize {
+    let mut tokens = 0;
+    let more = windows.iter().take_while(|window| {
+        tokens += window.len();
+        tokens <= CHUNK_TOKENS
+    });
+    more.count().max(1)
 }

@@ -1,10 +1,12 @@
 //! One transformer block: its weights, and the one place where its mathematics is written down.
 
+use std::sync::Arc;
+
 use super::config::ModelConfig;
 use super::source::{SourceError, WeightSource};
 use super::{Model, ModelError};
-use crate::backend::{AttentionShape, Backend, DeviceError, KvCache, Matrix, Span};
-use crate::tensor::Tensor;
+use crate::backend::tensor::Tensor;
+use crate::backend::{AttentionShape, Backend, Batch, DeviceError, KvCache, Matrix};
 
 /// A linear layer, with the path that tensor names and reports use.
 #[derive(Clone, Debug)]
@@ -58,7 +60,7 @@ pub struct Block {
 #[derive(Clone, Debug)]
 pub struct Chunk {
     pub hidden: Tensor,
-    pub spans: Vec<Span>,
+    pub batch: Arc<Batch>,
     /// Keeps to the block's own weights, whatever takes their place for others.
     pub original: bool,
 }
@@ -143,6 +145,11 @@ impl Block {
         }
     }
 
+    /// The matrices of all linears.
+    pub fn matrices(&self) -> Vec<&Matrix> {
+        self.all_linears().map(|linear| &linear.weight).collect()
+    }
+
     /// All linears, in the order of the stages.
     pub fn all_linears(&self) -> impl Iterator<Item = &Linear> {
         Stage::ALL.into_iter().flat_map(|stage| self.linears(stage))
@@ -167,8 +174,8 @@ impl Block {
             window: layer.window,
             softcap: config.attention_softcap,
         };
-        let end = chunks.iter().flat_map(|c| &c.spans).map(|s| s.start + s.rows).max().unwrap_or(0);
-        let table = model.rope_table(layer.rope, end);
+        let end = chunks.iter().map(|c| c.batch.end()).max().unwrap_or(0);
+        let table = model.rope_table(layer.rope, end)?;
 
         let inputs = normed(backend, chunks, &self.attention_norm, config.eps)?;
         let swapped = tap(Stage::Qkv, &inputs)?;
@@ -179,24 +186,23 @@ impl Block {
             let (mut q, mut k, v) = (apply(0, q)?, apply(1, k)?, apply(2, v)?);
             backend.rope(
                 &mut q,
-                &chunk.spans,
+                &chunk.batch,
                 config.head_dim,
                 self.q_norm.as_ref().map(|n| (n, config.eps)),
                 &table,
             )?;
             backend.rope(
                 &mut k,
-                &chunk.spans,
+                &chunk.batch,
                 config.head_dim,
                 self.k_norm.as_ref().map(|n| (n, config.eps)),
                 &table,
             )?;
-            attended.push(backend.attention(&q, &k, &v, &chunk.spans, &shape, caches.as_deref_mut())?);
+            attended.push(backend.attention(&q, &k, &v, &chunk.batch, &shape, caches.as_deref_mut())?);
         }
         let swapped = tap(Stage::Output, &attended)?;
-        self.join(model, chunks, attended, &self.o, swapped, self.after_attention_norm.as_ref())?;
-
-        let inputs = normed(backend, chunks, &self.mlp_norm, config.eps)?;
+        let next = Some(&self.mlp_norm);
+        let inputs = self.join(model, chunks, attended, &self.o, swapped, self.after_attention_norm.as_ref(), next)?;
         let swapped = tap(Stage::GateUp, &inputs)?;
         let mut gated = Vec::with_capacity(chunks.len());
         for (chunk, x) in chunks.iter().zip(inputs) {
@@ -204,10 +210,11 @@ impl Block {
             gated.push(backend.gated(&apply(0, &self.gate)?, &apply(1, &self.up)?, config.activation)?);
         }
         let swapped = tap(Stage::Down, &gated)?;
-        self.join(model, chunks, gated, &self.down, swapped, self.after_mlp_norm.as_ref())
+        self.join(model, chunks, gated, &self.down, swapped, self.after_mlp_norm.as_ref(), None)?;
+        Ok(())
     }
 
-    /// hidden += norm(linear(x)).
+    /// hidden += norm(linear(x)); what comes back is the `next` norm of the new hidden state, where asked for.
     fn join<E: From<DeviceError>>(
         &self,
         model: &Model,
@@ -216,16 +223,21 @@ impl Block {
         linear: &Linear,
         swapped: Option<Vec<Matrix>>,
         norm: Option<&Tensor>,
-    ) -> Result<(), E> {
+        next: Option<&Tensor>,
+    ) -> Result<Vec<Tensor>, E> {
         let backend = model.backend();
+        let mut normed = Vec::with_capacity(chunks.len());
         for (chunk, x) in chunks.iter_mut().zip(xs) {
             let mut y = apply(backend, chunk, &x, linear, swapped.as_ref().map(|s| &s[0]))?;
             if let Some(norm) = norm {
                 y = backend.rms_norm(&y, norm, model.config.eps)?;
             }
-            backend.add(&mut chunk.hidden, &y)?;
+            match next {
+                Some(next) => normed.push(backend.add_rms_norm(&mut chunk.hidden, &y, next, model.config.eps)?),
+                None => backend.add(&mut chunk.hidden, &y)?,
+            }
         }
-        Ok(())
+        Ok(normed)
     }
 }
 

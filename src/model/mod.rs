@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex};
 
 use thiserror::Error;
 
-use crate::backend::{Backend, DeviceError, KvCache, Matrix, RopeTable, Span};
+use crate::backend::tensor::Tensor;
+use crate::backend::{Backend, Batch, DeviceError, KvCache, Matrix, RopeTable, Span};
 use crate::checkpoint::Checkpoint;
-use crate::tensor::Tensor;
 use block::{Block, Chunk};
 use config::{ConfigError, ModelConfig};
 use source::{SourceError, WeightSource};
@@ -44,7 +44,7 @@ pub struct Model {
     final_norm: Tensor,
     head: Matrix,
     /// One table a kind of rope, grown when longer sequences come.
-    ropes: Mutex<Vec<Arc<RopeTable>>>,
+    ropes: Mutex<Vec<Option<Arc<RopeTable>>>>,
 }
 
 impl Model {
@@ -69,7 +69,7 @@ impl Model {
         let final_norm = block::norm(&config, &*source, &*backend, &format!("{}norm", config.prefix), config.hidden)?;
         let blocks =
             (0..config.layers.len()).map(|i| block::load(&config, &*source, &*backend, i)).collect::<Result<_, _>>()?;
-        let ropes = Mutex::new(vec![Arc::default(); config.ropes.len()]);
+        let ropes = Mutex::new(vec![None; config.ropes.len()]);
         Ok(Self { config, blocks, backend, source, embedding, final_norm, head, ropes })
     }
 
@@ -92,23 +92,50 @@ impl Model {
     /// Embeds token sequences, one after another, into one chunk.
     pub fn embed(&self, sequences: &[&[u32]], spans: Vec<Span>) -> Result<Chunk, ModelError> {
         let ids = sequences.concat();
-        let vocab = self.config.vocab;
-        if let Some(&token) = ids.iter().find(|&&id| id as usize >= vocab) {
-            return Err(ModelError::Token { token, vocab });
-        }
-        let hidden = self.backend.embed(&self.embedding, &ids, self.config.embedding_scale)?;
-        Ok(Chunk { hidden, spans, original: false })
+        self.check(&ids)?;
+        self.embed_batch(Arc::new(self.backend.batch(ids, spans)?))
     }
 
-    /// Takes a chunk through all blocks; `caches[layer][sequence]`.
-    pub fn forward(&self, chunk: Chunk, mut caches: Option<&mut [Vec<KvCache>]>) -> Result<Chunk, ModelError> {
-        let mut chunks = [chunk];
+    /// Refuses ids outside the vocabulary.
+    pub fn check(&self, ids: &[u32]) -> Result<(), ModelError> {
+        let vocab = self.config.vocab;
+        match ids.iter().find(|&&id| id as usize >= vocab) {
+            Some(&token) => Err(ModelError::Token { token, vocab }),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes all tables that sequences of `positions` tokens need.
+    pub fn prepare(&self, positions: usize) -> Result<(), DeviceError> {
+        (0..self.config.ropes.len()).try_for_each(|kind| self.rope_table(kind, positions).map(drop))
+    }
+
+    /// Embeds a batch, whose ids are in the vocabulary.
+    pub fn embed_batch(&self, batch: Arc<Batch>) -> Result<Chunk, ModelError> {
+        let hidden = self.backend.embed(&self.embedding, &batch, self.config.embedding_scale)?;
+        Ok(Chunk { hidden, batch, original: false })
+    }
+
+    /// Takes chunks through all blocks; `caches[layer][sequence]`, for a single chunk.
+    pub fn forward(&self, chunks: &mut [Chunk], mut caches: Option<&mut [Vec<KvCache>]>) -> Result<(), ModelError> {
         for block in &self.blocks {
             let caches = caches.as_deref_mut().map(|c| &mut c[block.index][..]);
-            block.run::<ModelError>(self, &mut chunks, caches, &mut |_, _| Ok(None))?;
+            self.enter(block)?;
+            block.run::<ModelError>(self, chunks, caches, &mut |_, _| Ok(None))?;
+            self.leave(block);
         }
-        let [chunk] = chunks;
-        Ok(chunk)
+        Ok(())
+    }
+
+    /// The block's weights are about to be used.
+    pub fn enter(&self, block: &Block) -> Result<(), DeviceError> {
+        let next = self.blocks.get(block.index + 1).map_or(Vec::new(), Block::matrices);
+        self.backend.expect(&block.matrices(), &next)
+    }
+
+    /// The block's weights have been used.
+    pub fn leave(&self, block: &Block) {
+        self.backend.release(&block.matrices());
     }
 
     /// Negative log-likelihood of `targets`, one a row of `hidden` (the output of the last block).
@@ -118,11 +145,11 @@ impl Model {
     }
 
     /// Logits of each row of `hidden`, `[rows, vocab]`.
-    pub fn logits(&self, hidden: &Tensor) -> Result<Vec<f32>, ModelError> {
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor, ModelError> {
         let x = self.backend.rms_norm(hidden, &self.final_norm, self.config.eps)?;
-        let mut logits = self.backend.download(&self.backend.linear(&x, &self.head, None)?)?;
+        let mut logits = self.backend.linear(&x, &self.head, None)?;
         if let Some(cap) = self.config.final_softcap {
-            logits.iter_mut().for_each(|l| *l = cap * (*l / cap).tanh());
+            self.backend.softcap(&mut logits, cap)?;
         }
         Ok(logits)
     }
@@ -136,7 +163,9 @@ impl Model {
             return Ok(Some(format!("{}embed_tokens", self.config.prefix)));
         }
         for block in &self.blocks {
+            self.enter(block)?;
             block.run::<ModelError>(self, &mut chunks, None, &mut |_, _| Ok(None))?;
+            self.leave(block);
             if !finite(&chunks[0])? {
                 return Ok(Some(block.path.clone()));
             }
@@ -145,13 +174,17 @@ impl Model {
     }
 
     /// The table of rope `kind` for at least `positions` positions.
-    pub(crate) fn rope_table(&self, kind: usize, positions: usize) -> Arc<RopeTable> {
+    pub(crate) fn rope_table(&self, kind: usize, positions: usize) -> Result<Arc<RopeTable>, DeviceError> {
         let mut tables = self.ropes.lock().unwrap_or_else(|e| e.into_inner());
-        let table = &mut tables[kind];
-        if table.cos.len() < positions * self.config.ropes[kind].inv_freq.len() {
-            *table = Arc::new(self.config.ropes[kind].table(positions.next_power_of_two()));
+        if let Some(table) = tables[kind].as_ref().filter(|table| table.cos.rows >= positions) {
+            return Ok(table.clone());
         }
-        table.clone()
+        let (rope, rows) = (&self.config.ropes[kind], positions.next_power_of_two());
+        let (half, [cos, sin]) = (rope.inv_freq.len(), rope.table(rows));
+        let upload = |values| self.backend.upload(rows, half, values);
+        let table = Arc::new(RopeTable { cos: upload(cos)?, sin: upload(sin)? });
+        tables[kind] = Some(table.clone());
+        Ok(table)
     }
 }
 

@@ -7,7 +7,6 @@ use serde_json::Value;
 
 use super::config::ConfigError;
 use super::families::Family;
-use crate::backend::RopeTable;
 
 /// Frequencies of one kind of layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,14 +18,13 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// Cosines and sines for `positions` positions.
-    pub fn table(&self, positions: usize) -> RopeTable {
+    /// Cosines and sines for `positions` positions, `[positions, frequencies]` each.
+    pub fn table(&self, positions: usize) -> [Vec<f32>; 2] {
         let angle = |p: usize| self.inv_freq.iter().map(move |f| (p as f32 * f) as f64);
-        RopeTable {
-            half: self.inv_freq.len(),
-            cos: (0..positions).flat_map(|p| angle(p).map(|a| a.cos() as f32 * self.factor)).collect(),
-            sin: (0..positions).flat_map(|p| angle(p).map(|a| a.sin() as f32 * self.factor)).collect(),
-        }
+        [
+            (0..positions).flat_map(|p| angle(p).map(|a| a.cos() as f32 * self.factor)).collect(),
+            (0..positions).flat_map(|p| angle(p).map(|a| a.sin() as f32 * self.factor)).collect(),
+        ]
     }
 }
 

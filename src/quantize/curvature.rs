@@ -6,7 +6,8 @@ use thiserror::Error;
 
 use super::grid::Grid;
 use super::order::{Order, Sequence, sequence};
-use crate::backend::{Drift, Gram};
+use crate::backend::solver::{Factor, Ordered};
+use crate::backend::{Backend, DeviceError, Drift, Gram};
 use crate::num::linalg::inverse_factor;
 use crate::scheme::Scheme;
 
@@ -29,11 +30,14 @@ pub struct GptqOptions {
     pub least_zero: u8,
 }
 
-/// A Hessian that no damping below 100 % makes positive definite.
+/// Why there is no curvature.
 #[derive(Debug, Error)]
-#[error("the Hessian is not positive definite even with damping {tried:.2}")]
-pub struct NotPositive {
-    pub tried: f64,
+pub enum CurvatureError {
+    /// No damping below 100 % makes the Hessian positive definite.
+    #[error("the Hessian is not positive definite even with damping {tried:.2}")]
+    NotPositive { tried: f64 },
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 /// A Hessian made ready once for all linears that share an input.
@@ -44,57 +48,118 @@ pub struct Curvature {
     pub(super) dead: Vec<bool>,
     /// Undamped diagonal, in the order of the sequence.
     pub(super) importance: Vec<f32>,
-    /// Damped Hessian in the order of the sequence, whole, for coordinate descent; empty without sweeps.
-    pub(super) h: Vec<f32>,
-    /// `2/tokens X'(O - X)` in the order of the sequence; empty when not known.
-    pub(super) drift: Vec<f32>,
-    /// Upper factor U with H^-1 = U'U.
-    pub(super) u: Vec<f32>,
+    pub(super) factors: Factors,
     /// The damping that was needed.
     pub damp_percent: f64,
 }
 
+/// Where the factored Hessian is.
+pub(super) enum Factors {
+    Host(HostFactors),
+    Device(Factor),
+}
+
+/// All in the order of the sequence.
+pub(super) struct HostFactors {
+    /// Damped Hessian, whole, for coordinate descent; empty without sweeps.
+    pub h: Vec<f32>,
+    /// `2/tokens X'(O - X)`; empty when not known.
+    pub drift: Vec<f32>,
+    /// Upper factor U with H^-1 = U'U.
+    pub u: Vec<f32>,
+}
+
 impl Curvature {
-    /// Orders, damps and factors `2/tokens X'X`.
-    pub fn new(gram: &Gram, drift: Option<&Drift>, options: &GptqOptions) -> Result<Self, NotPositive> {
+    /// Orders, damps and factors `2/tokens X'X`, on the backend's own solver where it has one. `diagonal` is that
+    /// of X'X.
+    pub fn new(
+        backend: &dyn Backend,
+        gram: &Gram,
+        diagonal: &[f64],
+        drift: Option<&Drift>,
+        options: &GptqOptions,
+    ) -> Result<Self, CurvatureError> {
         let n = gram.n;
         let scale = 2.0 / gram.tokens.max(1) as f64;
-        let diag: Vec<f64> = (0..n).map(|i| gram.lower[i * n + i] * scale).collect();
+        let diag: Vec<f64> = diagonal.iter().map(|d| d * scale).collect();
         let dead: Vec<bool> = diag.iter().map(|d| *d == 0.0).collect();
         let sequence = sequence(options.order, options.static_groups, &diag, options.scheme.group_size);
-        let at = |i: usize, j: usize| {
-            let (a, b) = (sequence.columns[i], sequence.columns[j]);
-            gram.lower[a.max(b) * n + a.min(b)] * scale
-        };
-        let alive = |i: usize| if dead[sequence.columns[i]] { 1.0 } else { at(i, i) };
-        let mean = (0..n).map(alive).sum::<f64>() / n as f64;
-        let mut lower = vec![0.0; n * n];
-        lower.par_chunks_mut(n).enumerate().for_each(|(i, row)| (0..i).for_each(|j| row[j] = at(i, j)));
+        let columns = &sequence.columns;
+        let alive: Vec<f64> = columns.iter().map(|&c| if dead[c] { 1.0 } else { diag[c] }).collect();
+        let mean = alive.iter().sum::<f64>() / n as f64;
         let mut damp = options.damp_percent;
-        let u = loop {
-            (0..n).for_each(|i| lower[i * n + i] = alive(i) + damp * mean);
-            if let Some(u) = inverse_factor(&lower, n) {
-                break u;
+        let factor = |damped: &[f64]| -> Result<Option<Factors>, CurvatureError> {
+            match backend.solver() {
+                Some(solver) => {
+                    let order = Ordered { columns, groups: &sequence.groups, dead: &dead };
+                    let factor = solver.factor(gram, drift, order, scale, damped, options.sweeps > 0)?;
+                    Ok(factor.map(Factors::Device))
+                }
+                None => Ok(HostFactors::new(gram, drift, columns, scale, damped, options.sweeps > 0)),
+            }
+        };
+        let factors = loop {
+            let damped: Vec<f64> = alive.iter().map(|d| d + damp * mean).collect();
+            if let Some(factors) = factor(&damped)? {
+                break factors;
             }
             let next = damp + options.damp_auto_increment.max(1e-3);
             if next >= 1.0 {
-                return Err(NotPositive { tried: damp });
+                return Err(CurvatureError::NotPositive { tried: damp });
             }
             damp = next;
         };
-        let h = match options.sweeps {
-            0 => Vec::new(),
-            _ => {
-                let whole = |x: usize| lower[(x / n).max(x % n) * n + (x / n).min(x % n)] as f32;
-                (0..n * n).into_par_iter().map(whole).collect()
-            }
+        let importance = columns.iter().map(|&c| diag[c] as f32).collect();
+        Ok(Self { n, sequence, dead, importance, factors, damp_percent: damp })
+    }
+
+    /// The order of columns, as solvers want it.
+    pub(super) fn order(&self) -> Ordered<'_> {
+        Ordered { columns: &self.sequence.columns, groups: &self.sequence.groups, dead: &self.dead }
+    }
+
+    /// The factors in host memory.
+    ///
+    /// # Panics
+    /// If a device has them: then its solver does the work.
+    pub(super) fn host(&self) -> &HostFactors {
+        match &self.factors {
+            Factors::Host(factors) => factors,
+            Factors::Device(_) => panic!("the factors are on a device"),
+        }
+    }
+}
+
+impl HostFactors {
+    fn new(
+        gram: &Gram,
+        drift: Option<&Drift>,
+        columns: &[usize],
+        scale: f64,
+        damped: &[f64],
+        whole: bool,
+    ) -> Option<Factors> {
+        let (n, stored) = (gram.n, gram.lower.host());
+        let at = |i: usize, j: usize| {
+            let (a, b) = (columns[i], columns[j]);
+            stored[a.max(b) * n + a.min(b)] * scale
+        };
+        let mut lower = vec![0.0; n * n];
+        lower.par_chunks_mut(n).enumerate().for_each(|(i, row)| {
+            (0..i).for_each(|j| row[j] = at(i, j));
+            row[i] = damped[i];
+        });
+        let u = inverse_factor(&lower, n)?;
+        let h = if whole {
+            let whole = |x: usize| lower[(x / n).max(x % n) * n + (x / n).min(x % n)] as f32;
+            (0..n * n).into_par_iter().map(whole).collect()
+        } else {
+            Vec::new()
         };
         let drift = drift.map_or(Vec::new(), |drift| {
-            let scale = 2.0 / drift.tokens.max(1) as f32;
-            let columns = &sequence.columns;
-            columns.iter().flat_map(|&i| columns.iter().map(move |&j| drift.values[i * n + j] * scale)).collect()
+            let (scale, values) = (scale as f32, drift.values.host());
+            columns.iter().flat_map(|&i| columns.iter().map(move |&j| values[i * n + j] * scale)).collect()
         });
-        let importance = (0..n).map(|i| at(i, i) as f32).collect();
-        Ok(Self { n, sequence, dead, importance, h, drift, u, damp_percent: damp })
+        Some(Factors::Host(Self { h, drift, u }))
     }
 }

@@ -4,6 +4,7 @@ use half::f16;
 use half::slice::HalfFloatSliceExt;
 use serde::{Deserialize, Serialize};
 
+use crate::backend::solver::Candidate;
 use crate::num::simd::round;
 use crate::scheme::Scheme;
 
@@ -74,11 +75,32 @@ fn shrinks(bits: u8, sym: bool) -> impl Iterator<Item = f32> {
     (from..=to).map(|p| p as f32 / 100.0)
 }
 
-/// Chooses the levels of a group whose columns are `columns` (one [`Lane`] each), weighted by
-/// `importance` where the grid asks for it. Zero points are at least `least_zero`, for formats that cannot hold
-/// smaller ones.
+/// What a search for levels tries, in this order; the first is the range as it is.
+pub fn candidates(scheme: Scheme, grid: Grid) -> Vec<Candidate> {
+    let range = Candidate { shrink: 1.0, sign: 1.0, shift: 0.0 };
+    if grid == Grid::MaxAbs {
+        return vec![range];
+    }
+    // A negative scale mirrors the symmetric grid, so that its spare code serves the positive side; an
+    // asymmetric grid may gain from a zero point one step aside.
+    let variants: &[(f32, f32)] =
+        if scheme.sym { &[(1.0, 0.0), (-1.0, 0.0)] } else { &[(1.0, 0.0), (1.0, -1.0), (1.0, 1.0)] };
+    let searched = shrinks(scheme.bits, scheme.sym)
+        .flat_map(|shrink| variants.iter().map(move |&(sign, shift)| Candidate { shrink, sign, shift }));
+    std::iter::once(range).chain(searched).collect()
+}
+
+/// Chooses the levels of a group whose columns are `columns` (one [`Lane`] each): those of the candidate with the
+/// least squared error, each column weighted by its `importance`. Zero points are at least `least_zero`, for
+/// formats that cannot hold smaller ones.
 #[inline(always)]
-pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid, least_zero: u8) -> Levels {
+pub fn levels(
+    columns: &[Lane],
+    importance: &[f32],
+    scheme: Scheme,
+    candidates: &[Candidate],
+    least_zero: u8,
+) -> Levels {
     let (mut low, mut high) = ([0.0f32; LANES], [0.0f32; LANES]);
     for w in columns {
         for l in 0..LANES {
@@ -96,37 +118,31 @@ pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid, 
             base[l] = base[l].max(high[l] / (top - lowest));
         }
     }
-    let candidate = |shrink: f32, sign: f32, shift: f32| {
+    let candidate = |by: &Candidate| {
         let mut levels = Levels { scale: base, zero: [scheme.middle() as f32; LANES] };
-        levels.scale.iter_mut().for_each(|s| *s *= shrink * sign);
+        levels.scale.iter_mut().for_each(|s| *s *= by.shrink * by.sign);
         round_scales(&mut levels.scale);
         if !scheme.sym {
             for l in 0..LANES {
-                levels.zero[l] = (round((-low[l] * shrink / levels.scale[l]).min(300.0)) + shift).clamp(lowest, top);
+                let zero = round((-low[l] * by.shrink / levels.scale[l]).min(300.0)) + by.shift;
+                levels.zero[l] = zero.clamp(lowest, top);
             }
         }
         levels
     };
-    if grid == Grid::MaxAbs {
-        return candidate(1.0, 1.0, 0.0);
+    let mut best = candidate(&candidates[0]);
+    if candidates.len() == 1 {
+        return best;
     }
-    let weigh = |j: usize| if grid == Grid::Hessian { importance[j] } else { 1.0 };
-    let mut best = candidate(1.0, 1.0, 0.0);
-    let mut least = error(columns, &best, top, &weigh);
-    // A negative scale mirrors the symmetric grid, so that its spare code serves the positive side; an
-    // asymmetric grid may gain from a zero point one step aside.
-    let variants: &[(f32, f32)] =
-        if scheme.sym { &[(1.0, 0.0), (-1.0, 0.0)] } else { &[(1.0, 0.0), (1.0, -1.0), (1.0, 1.0)] };
-    for shrink in shrinks(scheme.bits, scheme.sym) {
-        for &(sign, shift) in variants {
-            let levels = candidate(shrink, sign, shift);
-            let error = error(columns, &levels, top, &weigh);
-            for l in 0..LANES {
-                if error[l] < least[l] {
-                    least[l] = error[l];
-                    best.scale[l] = levels.scale[l];
-                    best.zero[l] = levels.zero[l];
-                }
+    let mut least = error(columns, &best, top, importance);
+    for by in &candidates[1..] {
+        let levels = candidate(by);
+        let error = error(columns, &levels, top, importance);
+        for l in 0..LANES {
+            if error[l] < least[l] {
+                least[l] = error[l];
+                best.scale[l] = levels.scale[l];
+                best.zero[l] = levels.zero[l];
             }
         }
     }
@@ -135,7 +151,7 @@ pub fn levels(columns: &[Lane], importance: &[f32], scheme: Scheme, grid: Grid, 
 
 /// Weighted squared error of each row.
 #[inline(always)]
-fn error(columns: &[Lane], levels: &Levels, top: f32, weigh: &impl Fn(usize) -> f32) -> Lane {
+fn error(columns: &[Lane], levels: &Levels, top: f32, importance: &[f32]) -> Lane {
     let mut inverse = [0.0; LANES];
     let (mut least, mut most) = ([0.0; LANES], [0.0; LANES]);
     for l in 0..LANES {
@@ -143,8 +159,7 @@ fn error(columns: &[Lane], levels: &Levels, top: f32, weigh: &impl Fn(usize) -> 
         (least[l], most[l]) = (-levels.zero[l], top - levels.zero[l]);
     }
     let mut sum = [0.0f32; LANES];
-    for (j, w) in columns.iter().enumerate() {
-        let h = weigh(j);
+    for (w, &h) in columns.iter().zip(importance) {
         for l in 0..LANES {
             let steps = w[l] * inverse[l];
             let steps = if steps < least[l] { least[l] } else { steps };

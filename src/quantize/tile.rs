@@ -3,11 +3,12 @@
 use half::f16;
 use rayon::prelude::*;
 
-use super::curvature::{Curvature, GptqOptions};
-use super::grid::{Grid, LANES, Lane, Levels, levels};
+use super::curvature::Curvature;
+use super::grid::{LANES, Lane, Levels, levels};
 use super::order::Sequence;
 use super::{Quantized, Report};
 use crate::num::matmul::{View, product};
+use crate::backend::solver::Rounding;
 use crate::num::simd::vectorized;
 use crate::scheme::Scheme;
 
@@ -94,9 +95,9 @@ pub fn quantize(
 impl Tile<'_> {
     /// Chooses each group's grid from the original weights and rounds to it; the loss is weighted by
     /// `importance`.
-    pub fn round_to_nearest(&mut self, importance: &[f32], scheme: Scheme, grid: Grid, least_zero: u8) {
-        self.original_grids(importance, scheme, grid, least_zero);
-        let top = scheme.top() as f32;
+    pub fn round_to_nearest(&mut self, importance: &[f32], rounding: &Rounding) {
+        self.original_grids(rounding);
+        let top = rounding.scheme.top() as f32;
         vectorized(|| {
             for i in 0..self.n {
                 let levels = &self.levels[self.groups[i]];
@@ -110,18 +111,20 @@ impl Tile<'_> {
         });
     }
 
-    fn original_grids(&mut self, importance: &[f32], scheme: Scheme, grid: Grid, least_zero: u8) {
+    fn original_grids(&mut self, rounding: &Rounding) {
+        let Rounding { scheme, candidates, importance, least_zero, .. } = *rounding;
         for g in 0..self.levels.len() {
             let members = (0..self.n).filter(|&i| self.groups[i] == g);
             let (columns, weights): (Vec<Lane>, Vec<f32>) = members.map(|i| (self.original[i], importance[i])).unzip();
-            self.levels[g] = vectorized(|| levels(&columns, &weights, scheme, grid, least_zero));
+            self.levels[g] = vectorized(|| levels(&columns, &weights, scheme, candidates, least_zero));
         }
     }
 
     /// Moves the weights to where their outputs on the drifted inputs are nearest to what they were:
     /// w' = w + (H^-1 D) w for each row, with D the drift.
     pub fn follow_drift(&mut self, curvature: &Curvature) {
-        if curvature.drift.is_empty() {
+        let factors = curvature.host();
+        if factors.drift.is_empty() {
             return;
         }
         let n = self.n;
@@ -130,32 +133,33 @@ impl Tile<'_> {
         fn lanes(values: &[f32]) -> View<'_> {
             View::new(values, values.len() / LANES, LANES, LANES)
         }
-        product(&mut a, LANES, false, 1.0, square(&curvature.drift), lanes(self.original.as_flattened()));
-        product(&mut b, LANES, false, 1.0, square(&curvature.u), lanes(&a));
-        product(self.original.as_flattened_mut(), LANES, true, 1.0, square(&curvature.u).t(), lanes(&b));
+        product(&mut a, LANES, false, 1.0, square(&factors.drift), lanes(self.original.as_flattened()));
+        product(&mut b, LANES, false, 1.0, square(&factors.u), lanes(&a));
+        product(self.original.as_flattened_mut(), LANES, true, 1.0, square(&factors.u).t(), lanes(&b));
     }
 
     /// GPTQ's pass. Grids are chosen when the first column of their group is reached, from the weights as
     /// mended by then, unless groups are static.
-    pub fn compensate(&mut self, curvature: &Curvature, options: &GptqOptions) {
-        let (n, scheme) = (self.n, options.scheme);
-        if options.static_groups {
-            self.original_grids(&curvature.importance, scheme, options.grid, options.least_zero);
+    pub fn compensate(&mut self, curvature: &Curvature, rounding: &Rounding) {
+        let Rounding { scheme, static_groups, candidates, least_zero, .. } = *rounding;
+        let (n, factor) = (self.n, &curvature.host().u);
+        if static_groups {
+            self.original_grids(rounding);
         }
         let mut w = self.original.clone();
         let mut errors = vec![[0.0; LANES]; BLOCK];
         let mut start = 0;
         while start < n {
-            let end = self.block_end(start, options.static_groups);
+            let end = self.block_end(start, static_groups);
             for i in start..end {
                 let group = self.groups[i];
-                if !options.static_groups && (i == 0 || self.groups[i - 1] != group) {
+                if !static_groups && (i == 0 || self.groups[i - 1] != group) {
                     let last = (i..n).find(|&j| self.groups[j] != group).unwrap_or(n);
-                    let importance = &curvature.importance[i..last];
+                    let importance = &rounding.importance[i..last];
                     self.levels[group] =
-                        vectorized(|| levels(&w[i..last], importance, scheme, options.grid, options.least_zero));
+                        vectorized(|| levels(&w[i..last], importance, scheme, candidates, least_zero));
                 }
-                let u = &curvature.u[i * n..(i + 1) * n];
+                let u = &factor[i * n..(i + 1) * n];
                 let (levels, top) = (&self.levels[group], scheme.top() as f32);
                 let (done, rest) = w.split_at_mut(i + 1);
                 vectorized(|| {
@@ -174,9 +178,9 @@ impl Tile<'_> {
                 });
             }
             if end < n {
-                let factor = View::new(&curvature.u[start * n + end..], end - start, n - end, n).t();
+                let block = View::new(&factor[start * n + end..], end - start, n - end, n).t();
                 let errors = View::new(errors.as_flattened(), end - start, LANES, LANES);
-                product(w[end..].as_flattened_mut(), LANES, true, -1.0, factor, errors);
+                product(w[end..].as_flattened_mut(), LANES, true, -1.0, block, errors);
             }
             start = end;
         }
@@ -197,7 +201,7 @@ impl Tile<'_> {
     /// of each of its groups, then the best code of each column, given everything else.
     pub fn sweep(&mut self, curvature: &Curvature, scheme: Scheme) {
         let (n, top) = (self.n, scheme.top() as f32);
-        let h = &curvature.h;
+        let h = &curvature.host().h;
         // gradient = H (w - q), kept up to date as q changes.
         let residual: Vec<Lane> = (0..n).map(|i| self.residual(i)).collect();
         let mut gradient = vec![[0.0; LANES]; n];

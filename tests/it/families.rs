@@ -3,22 +3,27 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use quantkit::backend::Span;
 use quantkit::backend::cpu::Cpu;
+use quantkit::backend::{Backend, Span};
 use quantkit::checkpoint::Checkpoint;
+use quantkit::engine::generate::Session;
 use quantkit::model::Model;
 use quantkit::model::source::DenseSource;
 
 use crate::support::{fixture, golden_logits};
 
+fn open_on(dir: &Path, backend: Arc<dyn Backend>) -> Model {
+    Model::open(Box::new(DenseSource(Checkpoint::open(dir).unwrap())), backend).unwrap()
+}
+
 fn open(dir: &Path) -> Model {
-    Model::open(Box::new(DenseSource(Checkpoint::open(dir).unwrap())), Arc::new(Cpu)).unwrap()
+    open_on(dir, Arc::new(Cpu))
 }
 
 fn logits(model: &Model, tokens: &[u32]) -> Vec<f32> {
-    let chunk = model.embed(&[tokens], vec![Span { rows: tokens.len(), start: 0 }]).unwrap();
-    let hidden = model.forward(chunk, None).unwrap().hidden;
-    model.logits(&hidden).unwrap()
+    let mut chunks = [model.embed(&[tokens], vec![Span { rows: tokens.len(), start: 0 }]).unwrap()];
+    model.forward(&mut chunks, None).unwrap();
+    model.backend().download(&model.logits(&chunks[0].hidden).unwrap()).unwrap()
 }
 
 #[track_caller]
@@ -28,30 +33,30 @@ fn close(found: &[f32], wanted: &[f32], ceiling: f32, what: &str) {
     assert!(worst < ceiling, "{what}: logits differ by {worst}");
 }
 
-fn check(name: &str) {
+/// Logits against transformers, then those of cached decoding against those of one pass. The ceilings are for
+/// the one and the other.
+pub fn check_on(backend: Arc<dyn Backend>, name: &str, ceilings: [f32; 2]) {
     let (tokens, wanted) = golden_logits(&fixture(&format!("families/{name}/golden.safetensors")));
-    let model = open(&fixture(&format!("families/{name}")));
-    close(&logits(&model, &tokens), &wanted, 3e-4, name);
-    cached_decoding_equals_recomputation(&model, &tokens, name);
+    let model = open_on(&fixture(&format!("families/{name}")), backend);
+    close(&logits(&model, &tokens), &wanted, ceilings[0], name);
+    cached_decoding_equals_recomputation(&model, &tokens, ceilings[1], name);
+}
+
+fn check(name: &str) {
+    check_on(Arc::new(Cpu), name, [3e-4, 2e-4]);
 }
 
 /// One token at a time through the cache gives the logits of one pass over all tokens.
-fn cached_decoding_equals_recomputation(model: &Model, tokens: &[u32], name: &str) {
+fn cached_decoding_equals_recomputation(model: &Model, tokens: &[u32], ceiling: f32, name: &str) {
     let whole = logits(model, tokens);
     let vocab = model.config.vocab;
-    let mut caches = vec![vec![Default::default()]; model.blocks.len()];
+    let mut session = Session::new(model, tokens.len()).unwrap();
     let prefill = 7.min(tokens.len());
     let mut at = 0;
     for (i, step) in std::iter::once(&tokens[..prefill]).chain(tokens[prefill..].chunks(1)).enumerate() {
-        let chunk = model.embed(&[step], vec![Span { rows: step.len(), start: at }]).unwrap();
-        let hidden = model.forward(chunk, Some(&mut caches)).unwrap().hidden;
-        close(
-            &model.logits(&hidden).unwrap(),
-            &whole[at * vocab..(at + step.len()) * vocab],
-            2e-4,
-            &format!("{name}, step {i}"),
-        );
+        let last = model.backend().download(&session.feed(step).unwrap()).unwrap();
         at += step.len();
+        close(&last, &whole[(at - 1) * vocab..at * vocab], ceiling, &format!("{name}, step {i}"));
     }
 }
 

@@ -1,9 +1,11 @@
 //! GPTQ against a float64 definition (`reference/make_golden_gptq.py`): twelve settings on one problem.
 
 use half::f16;
-use quantkit::backend::{Drift, Gram};
+use quantkit::backend::cpu::Cpu;
+use quantkit::backend::weight::{Dense, Weight};
+use quantkit::backend::{Backend, Drift, Gram};
 use quantkit::quantize::Quantized;
-use quantkit::quantize::gptq::{Curvature, GptqOptions, gptq};
+use quantkit::quantize::gptq::{Curvature, CurvatureError, GptqOptions, gptq};
 use quantkit::quantize::grid::Grid;
 use quantkit::quantize::order::Order;
 use quantkit::quantize::rtn::rtn;
@@ -23,6 +25,21 @@ struct Problem {
     index: Value,
 }
 
+fn curvature(gram: &Gram, drift: Option<&Drift>, options: &GptqOptions) -> Result<Curvature, CurvatureError> {
+    Curvature::new(&Cpu, gram, &Cpu.diagonal(gram).unwrap(), drift, options)
+}
+
+fn solve(weight: &[f32], rows: usize, gram: &Gram, drift: Option<&Drift>, options: &GptqOptions) -> Quantized {
+    let bytes = bytemuck::cast_slice(weight).to_vec().into();
+    let weight = Weight::Dense(Dense { rows, cols: gram.n, dtype: Dtype::F32, bytes });
+    gptq(&Cpu, &Cpu.load(weight).unwrap(), &curvature(gram, drift, options).unwrap(), options).unwrap().0
+}
+
+/// 2/tokens X'X, the diagonal.
+fn hessian(gram: &Gram) -> Vec<f64> {
+    Cpu.diagonal(gram).unwrap().iter().map(|d| d * 2.0 / gram.tokens as f64).collect()
+}
+
 impl Problem {
     fn load() -> Self {
         let bytes = std::fs::read(fixture("gptq/golden.safetensors")).unwrap();
@@ -31,7 +48,7 @@ impl Problem {
         let h = widened(Dtype::F32, file.tensor("H").unwrap().data());
         let (rows, cols) = (w.shape()[0], w.shape()[1]);
         // The golden H is already 2/tokens X'X.
-        let gram = Gram { n: cols, lower: h.iter().map(|h| *h as f64).collect(), tokens: 2 };
+        let gram = Gram::host(cols, h.iter().map(|h| *h as f64).collect(), 2);
         let index = serde_json::from_slice(&std::fs::read(fixture("gptq/index.json")).unwrap()).unwrap();
         Self { rows, cols, weight: widened(Dtype::F16, w.data()), gram, index, file: bytes }
     }
@@ -43,20 +60,19 @@ impl Problem {
     /// sum over rows of (w - q)' H (w - q), dead channels left out.
     fn output_error(&self, q: &Quantized) -> f64 {
         let n = self.cols;
-        let alive = |k: usize| self.gram.lower[k * n + k] != 0.0;
+        let alive = |k: usize| self.gram.lower.host()[k * n + k] != 0.0;
         (0..self.rows)
             .map(|r| {
                 let d: Vec<f64> = (0..n)
                     .map(|k| if alive(k) { (self.weight[r * n + k] - q.value(r, k)) as f64 } else { 0.0 })
                     .collect();
-                (0..n).map(|i| (0..n).map(|j| d[i] * self.gram.lower[i * n + j] * d[j]).sum::<f64>()).sum::<f64>()
+                (0..n).map(|i| (0..n).map(|j| d[i] * self.gram.lower.host()[i * n + j] * d[j]).sum::<f64>()).sum::<f64>()
             })
             .sum()
     }
 
     fn solve(&self, options: &GptqOptions) -> Quantized {
-        let curvature = Curvature::new(&self.gram, None, options).unwrap();
-        gptq(&self.weight, self.rows, &curvature, options).0
+        solve(&self.weight, self.rows, &self.gram, None, options)
     }
 }
 
@@ -126,7 +142,7 @@ fn searched_grids_and_sweeps_only_help() {
         assert!(errors[1] < errors[0] * if plain.scheme.bits == 8 { 1.02 } else { 1.0 }, "{name}: {errors:?}");
         assert!(errors[2] < errors[1], "{name}: {errors:?}");
         let control =
-            rtn(&problem.weight, problem.rows, problem.cols, Some(&problem.gram), plain.scheme, Grid::Hessian, 0).0;
+            rtn(&problem.weight, problem.rows, problem.cols, Some(&hessian(&problem.gram)), plain.scheme, Grid::Hessian, 0).0;
         assert!(errors[2] < problem.output_error(&control), "{name}: worse than rounding to nearest");
     }
 }
@@ -134,11 +150,8 @@ fn searched_grids_and_sweeps_only_help() {
 #[test]
 fn a_rank_deficient_hessian_is_damped_or_refused() {
     let n = 8;
-    let gram = |value: fn(usize, usize) -> f64| Gram {
-        n,
-        lower: (0..n * n).map(|x| value(x / n, x % n)).collect(),
-        tokens: 2,
-    };
+    let gram =
+        |value: fn(usize, usize) -> f64| Gram::host(n, (0..n * n).map(|x| value(x / n, x % n)).collect(), 2);
     let setting = GptqOptions {
         scheme: Scheme { bits: 4, group_size: GroupSize::CHANNEL, sym: true },
         order: Order::Natural,
@@ -150,10 +163,10 @@ fn a_rank_deficient_hessian_is_damped_or_refused() {
         least_zero: 0,
     };
     let duplicates = gram(|_, _| 1.0);
-    let curvature = Curvature::new(&duplicates, None, &setting).unwrap();
-    assert!(curvature.damp_percent > 0.0, "all channels equal need damping");
+    let damped = curvature(&duplicates, None, &setting).unwrap();
+    assert!(damped.damp_percent > 0.0, "all channels equal need damping");
     let indefinite = gram(|i, j| if i == j { 1.0 } else { -3.0 });
-    assert!(Curvature::new(&indefinite, None, &setting).is_err());
+    assert!(curvature(&indefinite, None, &setting).is_err());
 }
 
 /// With inputs X in the quantized model and O in the original one, the outputs on X must come as near to those
@@ -179,16 +192,15 @@ fn drift_is_corrected_by_the_ridge_solution() {
         sweeps: 0,
         least_zero: 0,
     };
-    let gram = Gram { n, lower: gram, tokens: tokens as u64 };
-    let drift = Drift { n, values: drift, tokens: tokens as u64 };
-    let curvature = Curvature::new(&gram, Some(&drift), &setting).unwrap();
-    let corrected = gptq(&weight, rows, &curvature, &setting).0;
-    let plain = gptq(&weight, rows, &Curvature::new(&gram, None, &setting).unwrap(), &setting).0;
+    let gram = Gram::host(n, gram, tokens as u64);
+    let drift = Drift::host(n, drift, tokens as u64);
+    let corrected = solve(&weight, rows, &gram, Some(&drift), &setting);
+    let plain = solve(&weight, rows, &gram, None, &setting);
     for r in 0..rows {
         // The gradient of |X q - O w|²: zero at the best q, but for rounding to 8 bits.
         let gradient = |q: &Quantized, i: usize| -> f64 {
             (0..n)
-                .map(|k| gram.lower[i * n + k] * q.value(r, k) as f64 - cross[i * n + k] * weight[r * n + k] as f64)
+                .map(|k| gram.lower.host()[i * n + k] * q.value(r, k) as f64 - cross[i * n + k] * weight[r * n + k] as f64)
                 .sum()
         };
         let size = |q: &Quantized| (0..n).map(|i| gradient(q, i).abs()).sum::<f64>();
@@ -203,7 +215,7 @@ fn the_least_zero_point_is_kept() {
     let (rows, n) = (32, 32);
     let weight: Vec<f32> = (0..rows * n).map(|i| 0.05 + (i * 7919 % 1009) as f32 / 1009.0).collect();
     let lower = (0..n * n).map(|x| if x / n == x % n { 1.0 } else { 0.1 }).collect();
-    let gram = Gram { n, lower, tokens: 2 };
+    let gram = Gram::host(n, lower, 2);
     for (bits, grid) in [2, 3, 4, 8].into_iter().flat_map(|b| [Grid::MaxAbs, Grid::Mse, Grid::Hessian].map(|g| (b, g)))
     {
         for static_groups in [false, true] {
@@ -218,9 +230,8 @@ fn the_least_zero_point_is_kept() {
                 sweeps: 1,
                 least_zero,
             };
-            let curvature = Curvature::new(&gram, None, &options(0)).unwrap();
-            let solved = |least| gptq(&weight, rows, &curvature, &options(least)).0;
-            let rounded = |least| rtn(&weight, rows, n, Some(&gram), scheme, grid, least).0;
+            let solved = |least| solve(&weight, rows, &gram, None, &options(least));
+            let rounded = |least| rtn(&weight, rows, n, Some(&hessian(&gram)), scheme, grid, least).0;
             assert!(solved(0).zeros.contains(&0) && rounded(0).zeros.contains(&0), "{bits} bits, {grid:?}");
             for q in [solved(1), rounded(1)] {
                 assert!(q.zeros.iter().all(|&zero| zero > 0), "{bits} bits, {grid:?}");

@@ -9,6 +9,7 @@ mod families;
 mod formats;
 mod golden_gptq;
 mod hub;
+mod kernels;
 mod licences;
 mod support;
 mod text;

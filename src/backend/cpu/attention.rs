@@ -2,11 +2,12 @@
 
 use rayon::prelude::*;
 
+use super::super::tensor::Tensor;
 use super::super::{AttentionShape, KvCache, Span};
+use super::Rows;
 use super::elementwise::softcap;
 use crate::num::matmul::{View, product};
 use crate::num::simd::{self, vectorized};
-use crate::tensor::Tensor;
 
 /// Queries per task.
 const BLOCK: usize = 64;
@@ -34,10 +35,10 @@ pub fn attention(
     if let Some(caches) = caches.as_deref_mut() {
         let mut row = 0;
         for (span, cache) in spans.iter().zip(caches) {
+            let cache = rows(cache);
             let new = row * kv_width..(row + span.rows) * kv_width;
             cache.keys.extend_from_slice(&k.as_host()[new.clone()]);
             cache.values.extend_from_slice(&v.as_host()[new]);
-            cache.len += span.rows;
             row += span.rows;
         }
     }
@@ -47,7 +48,10 @@ pub fn attention(
     let mut row = 0;
     for (i, span) in spans.iter().enumerate() {
         let (keys, values) = match &caches {
-            Some(caches) => (&caches[i].keys[..], &caches[i].values[..]),
+            Some(caches) => match &caches[i] {
+                KvCache::Host(rows) => (&rows.keys[..], &rows.values[..]),
+                other => panic!("a host cache is wanted, not {other:?}"),
+            },
             None => {
                 let own = row * kv_width..(row + span.rows) * kv_width;
                 (&k.as_host()[own.clone()], &v.as_host()[own])
@@ -64,6 +68,13 @@ pub fn attention(
     }
     tasks.into_par_iter().for_each_init(Vec::new, |scores, task| one_block(task, shape, scores));
     out
+}
+
+fn rows(cache: &mut KvCache) -> &mut Rows {
+    match cache {
+        KvCache::Host(rows) => rows,
+        other => panic!("a host cache is wanted, not {other:?}"),
+    }
 }
 
 fn one_block(task: Task, shape: &AttentionShape, scores: &mut Vec<f32>) {

@@ -2,9 +2,9 @@
 
 use rayon::prelude::*;
 
+use super::super::tensor::Tensor;
 use super::super::{Activation, RopeTable, Span};
 use crate::num::simd::{self, vectorized};
-use crate::tensor::Tensor;
 
 /// Values per task: enough to hide the cost of handing it out.
 const BLOCK: usize = 1 << 15;
@@ -76,12 +76,28 @@ pub fn softcap(x: &mut [f32], cap: f32) {
     });
 }
 
+/// The largest value's place, the lowest of equals; `None` for rows with NaN or plus infinity, or with nothing
+/// above minus infinity.
+pub fn argmax(row: &[f32]) -> Option<u32> {
+    let mut best = (None, f32::NEG_INFINITY);
+    for (i, &value) in row.iter().enumerate() {
+        if value.is_nan() || value == f32::INFINITY {
+            return None;
+        }
+        if value > best.1 {
+            best = (Some(i as u32), value);
+        }
+    }
+    best.0
+}
+
 /// Rotary embedding in place; the first `2 * table.half` channels of each head turn.
 pub fn rope(x: &mut Tensor, spans: &[Span], head_dim: usize, table: &RopeTable) {
     let positions: Vec<usize> = spans.iter().flat_map(|s| s.start..s.start + s.rows).collect();
-    let (cols, half) = (x.cols, table.half);
+    let (cols, half) = (x.cols, table.cos.cols);
+    let (cos, sin) = (table.cos.as_host(), table.sin.as_host());
     x.as_host_mut().par_chunks_mut(cols).zip(&positions).with_min_len(rows_per_task(cols)).for_each(|(row, &p)| {
-        let (cos, sin) = (&table.cos[p * half..(p + 1) * half], &table.sin[p * half..(p + 1) * half]);
+        let (cos, sin) = (&cos[p * half..(p + 1) * half], &sin[p * half..(p + 1) * half]);
         vectorized(|| {
             for head in row.chunks_exact_mut(head_dim) {
                 let (low, high) = head.split_at_mut(half);

@@ -6,13 +6,24 @@ mod elementwise;
 use rayon::prelude::*;
 
 use super::weight::Weight;
-use super::{Activation, AttentionShape, Backend, Done, Drift, Gram, KvCache, Matrix, RopeTable, Span};
+use super::solver::Solver;
+use super::tensor::Tensor;
+use super::{
+    Activation, AttentionShape, Backend, Batch, CacheShape, DeviceError, Done, Drift, Gram, KvCache, Matrix, Recording,
+    RopeTable, Span,
+};
 use crate::num::{matmul, simd};
-use crate::tensor::Tensor;
 
 /// All cores of the current thread pool.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cpu;
+
+/// Keys and values of one sequence in one layer, row by row.
+#[derive(Clone, Debug, Default)]
+pub struct Rows {
+    pub keys: Vec<f32>,
+    pub values: Vec<f32>,
+}
 
 /// Logits held at once while scoring, so that large vocabularies do not decide the memory needed.
 const LOGITS_AT_ONCE: usize = 16 << 20;
@@ -22,9 +33,33 @@ impl Backend for Cpu {
         "cpu".into()
     }
 
+    fn kind(&self) -> String {
+        "cpu".into()
+    }
+
+    fn devices(&self) -> usize {
+        1
+    }
+
+    fn free_memory(&self) -> Option<u64> {
+        let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+        let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
+    }
+
+    fn solver(&self) -> Option<&dyn Solver> {
+        None
+    }
+
     fn load(&self, weight: Weight) -> Done<Matrix> {
         Ok(Matrix::Host(weight))
     }
+
+    fn expect(&self, _now: &[&Matrix], _next: &[&Matrix]) -> Done<()> {
+        Ok(())
+    }
+
+    fn release(&self, _matrices: &[&Matrix]) {}
 
     fn upload(&self, rows: usize, cols: usize, data: Vec<f32>) -> Done<Tensor> {
         Ok(Tensor::host(rows, cols, data))
@@ -34,7 +69,20 @@ impl Backend for Cpu {
         Ok(x.as_host().to_vec())
     }
 
-    fn embed(&self, table: &Matrix, ids: &[u32], scale: f32) -> Done<Tensor> {
+    fn row(&self, x: &Tensor, row: usize) -> Done<Tensor> {
+        Ok(Tensor::host(1, x.cols, x.as_host()[row * x.cols..(row + 1) * x.cols].to_vec()))
+    }
+
+    fn batch(&self, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch> {
+        Ok(Batch::host(ids, spans))
+    }
+
+    fn rebatch(&self, _batch: &Batch, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch> {
+        Ok(Batch::host(ids, spans))
+    }
+
+    fn embed(&self, table: &Matrix, batch: &Batch, scale: f32) -> Done<Tensor> {
+        let ids = &batch.ids;
         let weight = table.weight();
         let cols = weight.cols();
         let mut out = Tensor::zeros(ids.len(), cols);
@@ -52,6 +100,11 @@ impl Backend for Cpu {
         Ok(out)
     }
 
+    fn add_rms_norm(&self, x: &mut Tensor, y: &Tensor, weight: &Tensor, eps: f32) -> Done<Tensor> {
+        self.add(x, y)?;
+        self.rms_norm(x, weight, eps)
+    }
+
     fn linear(&self, x: &Tensor, weight: &Matrix, bias: Option<&Tensor>) -> Done<Tensor> {
         let weight = weight.weight();
         let mut out = Tensor::zeros(x.rows, weight.rows());
@@ -65,7 +118,7 @@ impl Backend for Cpu {
     fn rope(
         &self,
         x: &mut Tensor,
-        spans: &[Span],
+        batch: &Batch,
         head_dim: usize,
         norm: Option<(&Tensor, f32)>,
         table: &RopeTable,
@@ -73,7 +126,16 @@ impl Backend for Cpu {
         if let Some((weight, eps)) = norm {
             elementwise::rms_norm(x.as_host_mut(), weight.as_host(), eps);
         }
-        elementwise::rope(x, spans, head_dim, table);
+        elementwise::rope(x, &batch.spans, head_dim, table);
+        Ok(())
+    }
+
+    fn caches(&self, shape: CacheShape) -> Done<Vec<Vec<KvCache>>> {
+        let empty = || KvCache::Host(Rows::default());
+        Ok((0..shape.layers).map(|_| (0..shape.sequences).map(|_| empty()).collect()).collect())
+    }
+
+    fn reserve(&self, _caches: &mut [Vec<KvCache>], _batch: &Batch) -> Done<()> {
         Ok(())
     }
 
@@ -82,11 +144,11 @@ impl Backend for Cpu {
         q: &Tensor,
         k: &Tensor,
         v: &Tensor,
-        spans: &[Span],
+        batch: &Batch,
         shape: &AttentionShape,
         caches: Option<&mut [KvCache]>,
     ) -> Done<Tensor> {
-        Ok(attention::attention(q, k, v, spans, shape, caches))
+        Ok(attention::attention(q, k, v, &batch.spans, shape, caches))
     }
 
     fn gated(&self, gate: &Tensor, up: &Tensor, activation: Activation) -> Done<Tensor> {
@@ -100,16 +162,29 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn gram(&self, n: usize) -> Done<Gram> {
+        Ok(Gram::host(n, vec![0.0; n * n], 0))
+    }
+
     fn add_gram(&self, x: &Tensor, gram: &mut Gram) -> Done<()> {
-        matmul::add_gram(x.as_host(), x.rows, x.cols, &mut gram.lower);
+        matmul::add_gram(x.as_host(), x.rows, x.cols, gram.lower.host_mut());
         gram.tokens += x.rows as u64;
         Ok(())
+    }
+
+    fn diagonal(&self, gram: &Gram) -> Done<Vec<f64>> {
+        let lower = gram.lower.host();
+        Ok((0..gram.n).map(|i| lower[i * gram.n + i]).collect())
+    }
+
+    fn drift(&self, n: usize) -> Done<Drift> {
+        Ok(Drift::host(n, vec![0.0; n * n], 0))
     }
 
     fn add_drift(&self, x: &Tensor, original: &Tensor, drift: &mut Drift) -> Done<()> {
         let mut moved = original.clone();
         elementwise::subtract(moved.as_host_mut(), x.as_host());
-        matmul::add_cross(x.as_host(), moved.as_host(), x.rows, x.cols, &mut drift.values);
+        matmul::add_cross(x.as_host(), moved.as_host(), x.rows, x.cols, drift.values.host_mut());
         drift.tokens += x.rows as u64;
         Ok(())
     }
@@ -136,5 +211,34 @@ impl Backend for Cpu {
             out.par_extend(scores);
         }
         Ok(out)
+    }
+
+    fn softcap(&self, x: &mut Tensor, cap: f32) -> Done<()> {
+        elementwise::softcap(x.as_host_mut(), cap);
+        Ok(())
+    }
+
+    fn argmax(&self, x: &Tensor) -> Done<Vec<Option<u32>>> {
+        Ok(x.as_host().par_chunks(x.cols).map(elementwise::argmax).collect())
+    }
+
+    fn begin_recording(&self) -> Done<bool> {
+        Ok(false)
+    }
+
+    fn end_recording(&self) -> Done<Recording> {
+        Err(DeviceError { device: self.device(), why: "nothing is recorded here".into() })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_system_tells_what_is_free() {
+        assert!(Cpu.free_memory().unwrap() > 1 << 20);
     }
 }

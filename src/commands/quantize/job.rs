@@ -18,7 +18,7 @@ use crate::format::Opened;
 use crate::model::ModelError;
 use crate::model::block::{Block, Linear, Stage};
 use crate::pack::gptq::{Packed, Version, pack};
-use crate::quantize::gptq::{Curvature, GptqOptions, NotPositive, gptq};
+use crate::quantize::gptq::{Curvature, CurvatureError, GptqOptions, gptq};
 use crate::quantize::rtn::rtn;
 use crate::quantize::{Quantized, Report};
 use crate::recipe::Method;
@@ -88,7 +88,7 @@ impl<'a> Job<'a> {
         interrupt::check()?;
         let began = Instant::now();
         let schemes: Vec<Option<Scheme>> = linears.iter().map(|linear| self.modules.scheme(&linear.path)).collect();
-        let solved = solve(self.method, self.version.least_zero(), linears, &schemes, inputs)?;
+        let solved = solve(&*self.backend, self.method, self.version.least_zero(), linears, &schemes, inputs)?;
         self.seconds_quantizing += began.elapsed().as_secs_f64();
         linears.iter().zip(solved).map(|(linear, solved)| self.keep(linear, solved, inputs)).collect()
     }
@@ -114,7 +114,7 @@ impl<'a> Job<'a> {
             sym: scheme.sym,
             loss: report.loss,
             damp_percent: damp,
-            dead_channels: inputs.map_or(0, |i| i.gram.dead()),
+            dead_channels: inputs.map_or(0, Inputs::dead),
         });
         self.current.push((linear.path.clone(), packed));
         Ok(matrix)
@@ -132,6 +132,7 @@ struct Solved {
 
 /// Codes and scales of linears that share their inputs; `None` for those left in floating point.
 fn solve(
+    backend: &dyn Backend,
     method: &Method,
     least_zero: u8,
     linears: &[&Linear],
@@ -139,33 +140,48 @@ fn solve(
     inputs: Option<&Inputs>,
 ) -> Result<Vec<Option<Solved>>> {
     // One Hessian serves all linears that agree on the group size, which decides the order of columns.
-    let mut curvatures: Vec<(GroupSize, Result<Curvature, NotPositive>)> = Vec::new();
+    let mut curvatures: Vec<(GroupSize, Result<Curvature, f64>)> = Vec::new();
     if let Method::Gptq { options, .. } = method {
-        let Inputs { gram, drift } = inputs.context("GPTQ without calibration")?;
+        let Inputs { gram, diagonal, drift } = inputs.context("GPTQ without calibration")?;
         for &scheme in schemes.iter().flatten() {
             if !curvatures.iter().any(|(size, _)| *size == scheme.group_size) {
                 let options = GptqOptions { scheme, ..options.clone() };
-                curvatures.push((scheme.group_size, Curvature::new(gram, drift.as_ref(), &options)));
+                let curvature = match Curvature::new(backend, gram, diagonal, drift.as_ref(), &options) {
+                    Ok(curvature) => Ok(curvature),
+                    Err(CurvatureError::NotPositive { tried }) => Err(tried),
+                    Err(CurvatureError::Device(error)) => return Err(error.into()),
+                };
+                curvatures.push((scheme.group_size, curvature));
             }
         }
     }
-    let one = |(linear, scheme): (&&Linear, &Option<Scheme>)| {
-        let scheme = (*scheme)?;
-        let weight = linear.weight.weight().to_f32();
-        let gram = inputs.map(|i| &i.gram);
+    let hessian = inputs.map(|i| {
+        let scale = 2.0 / i.gram.tokens.max(1) as f64;
+        i.diagonal.iter().map(|d| d * scale).collect::<Vec<f64>>()
+    });
+    let one = |(linear, scheme): (&&Linear, &Option<Scheme>)| -> Result<Option<Solved>> {
+        let Some(scheme) = *scheme else { return Ok(None) };
         let curvature = curvatures.iter().find(|(size, _)| *size == scheme.group_size).map(|(_, c)| c);
-        let round = || rtn(&weight, linear.rows, linear.cols, gram, scheme, method.grid(), least_zero);
+        let round = || {
+            let weight = linear.weight.weight().to_f32();
+            rtn(&weight, linear.rows, linear.cols, hessian.as_deref(), scheme, method.grid(), least_zero)
+        };
         let (solution, name, damp) = match (method, curvature) {
             (Method::Gptq { options, .. }, Some(Ok(curvature))) => {
                 let options = GptqOptions { scheme, least_zero, ..options.clone() };
-                (gptq(&weight, linear.rows, curvature, &options), "gptq".into(), Some(curvature.damp_percent))
+                let solution = gptq(backend, &linear.weight, curvature, &options)?;
+                (solution, "gptq".into(), Some(curvature.damp_percent))
             }
-            (_, Some(Err(why))) => (round(), format!("rtn: {why}"), None),
+            (_, Some(Err(tried))) => (round(), format!("rtn: {}", CurvatureError::NotPositive { tried: *tried }), None),
             (_, _) => (round(), "rtn".into(), None),
         };
-        Some(Solved { scheme, solution, method: name, damp })
+        Ok(Some(Solved { scheme, solution, method: name, damp }))
     };
-    Ok(linears.par_iter().zip(schemes).map(one).collect())
+    // A device takes one after the other, and is busy with each.
+    if backend.solver().is_some() {
+        return linears.iter().zip(schemes).map(one).collect();
+    }
+    linears.par_iter().zip(schemes).map(one).collect()
 }
 
 impl Quantizing for Job<'_> {
@@ -237,12 +253,12 @@ mod tests {
             least_zero: 0,
         };
         let quantized = |sign: f64| {
-            let mut gram = Gram::new(n);
-            gram.tokens = 8;
-            (0..n).for_each(|i| gram.lower[i * n + i] = if i == 3 { sign } else { 1.0 });
-            let inputs = Inputs { gram, drift: None };
+            let mut gram = Gram::host(n, vec![0.0; n * n], 8);
+            (0..n).for_each(|i| gram.lower.host_mut()[i * n + i] = if i == 3 { sign } else { 1.0 });
+            let diagonal = Cpu.diagonal(&gram).unwrap();
+            let inputs = Inputs { gram, diagonal, drift: None };
             let method = Method::Gptq { options: options.clone(), true_sequential: true, drift_correction: false };
-            solve(&method, 0, &[&linear], &[Some(scheme)], Some(&inputs)).unwrap().remove(0).unwrap()
+            solve(&Cpu, &method, 0, &[&linear], &[Some(scheme)], Some(&inputs)).unwrap().remove(0).unwrap()
         };
         let Solved { method, damp: damping, .. } = quantized(1.0);
         assert_eq!((method.as_str(), damping), ("gptq", Some(0.05)));

@@ -20,19 +20,7 @@ pub fn estimate(model: &Model, method: &Method, tokens: usize) -> u64 {
     activations + widest * widest * per_weight
 }
 
-/// Bytes that can be had without swapping; `None` where the system does not tell.
-pub fn available() -> Option<u64> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn the_system_tells() {
-        assert!(super::available().unwrap() > 1 << 20);
-    }
+/// How many of `windows` windows of `length` tokens fit into `free` bytes; `None` if not even one does.
+pub fn fitting(model: &Model, method: &Method, windows: usize, length: usize, free: u64) -> Option<usize> {
+    (1..=windows).rev().find(|count| estimate(model, method, count * length) <= free)
 }

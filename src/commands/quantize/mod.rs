@@ -17,8 +17,10 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use serde_json::json;
 
+use super::device::backend;
 use super::open::{Located, Measurement, Runnable, check_measurement, corpus, locate, open, perplexity};
-use crate::backend::cpu::Cpu;
+use crate::backend::Backend;
+use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::{Corpus, CorpusError, Sampling, windows};
 use crate::calibrate::driver;
 use crate::cli::args::{CalibrationArgs, GptqArgs, ModelArgs, OutputArgs, RtnArgs, SamplingArg, SchemeArgs};
@@ -114,7 +116,8 @@ impl Run<'_> {
         }
         let located = locate(self.model, printer)?;
         let target = self.target(&located)?;
-        let original = open(&located.dir, printer)?;
+        let backend = backend(&self.model.device, CudaOptions::default(), printer)?;
+        let original = open(&located.dir, backend.clone(), printer)?;
         if let Some(method) = original.method {
             bail!(
                 "`{}` is quantized already (by {method}); give the floating-point checkpoint it was made from",
@@ -176,6 +179,7 @@ impl Run<'_> {
             on_misfit: spelling(self.scheme.on_misfit),
             checkpoint_format: version.name().into(),
             max_shard_bytes: self.max_shard_bytes(),
+            device: calibrated.as_ref().map(|_| backend.kind()),
             calibration: calibrated.as_ref().map(|(_, record)| record.clone()),
         };
         let record = json!({"tool": env!("CARGO_PKG_VERSION"), "recipe": recipe, "source": source_files});
@@ -195,7 +199,7 @@ impl Run<'_> {
         let measuring = phase.elapsed().as_secs_f64();
         self.announce(model, &modules, calibrated.as_ref());
         let steps = printer.steps(self.method.name(), model.blocks.len() as u64);
-        let mut job = Job::new(&self.method, &modules, version, Arc::new(Cpu), &work, steps);
+        let mut job = Job::new(&self.method, &modules, version, backend.clone(), &work, steps);
         let phase = Instant::now();
         let done = match &calibrated {
             Some((windows, _)) => driver::run(model, windows, self.method.course(), &mut job),
@@ -223,7 +227,7 @@ impl Run<'_> {
         };
         let finished = artifact::fill(&folder, &contents).and_then(|size| {
             let writing = phase.elapsed().as_secs_f64();
-            let artifact = read_back(folder.path(), printer)?;
+            let artifact = read_back(folder.path(), backend.clone(), printer)?;
             let phase = Instant::now();
             let after = measurement.as_ref().map(|text| self.measure(&artifact, text, "after")).transpose()?;
             if let Some(after) = after.as_ref().filter(|after| !after.perplexity.is_finite()) {
@@ -418,11 +422,13 @@ impl Run<'_> {
         if let Some((windows, record)) = calibrated {
             let needed = memory::estimate(model, &self.method, windows.len() * record.seqlen);
             self.printer.note(format!("memory: about {}", bytes(needed)));
-            if let Some(available) = memory::available().filter(|available| *available < needed) {
-                self.printer.warn(format!(
-                    "only {} are available; fewer --nsamples or a shorter --seqlen need less",
-                    bytes(available)
-                ));
+            let backend = model.backend();
+            if let Some(free) = backend.free_memory().filter(|free| *free < needed) {
+                let what = match memory::fitting(model, &self.method, windows.len(), record.seqlen, free) {
+                    Some(count) => format!("--nsamples {count} would fit"),
+                    None => "a shorter --seqlen needs less".into(),
+                };
+                self.printer.warn(format!("only {} are free on {}; {what}", bytes(free), backend.device()));
             }
         }
     }
@@ -485,9 +491,9 @@ impl Run<'_> {
 }
 
 /// Opens what was written, and holds it against its manifest. Failing here is no fault of the input.
-fn read_back(dir: &Path, printer: Printer) -> Result<Runnable> {
+fn read_back(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let failed = |why: String| anyhow::Error::from(CheckFailed(why));
-    let artifact = open(dir, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
+    let artifact = open(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     let wrong = verify_manifest(dir).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     match wrong.first() {
         Some(wrong) => Err(failed(format!("the artifact on disk is not what was written: {wrong}"))),
@@ -523,13 +529,14 @@ fn others(count: usize) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::backend::cpu::Cpu;
 
     /// The input was fine; what was made of it is not.
     #[test]
     fn damaged_output_is_a_failed_check() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("config.json"), "{").unwrap();
-        let error = read_back(dir.path(), Printer::new(true, false)).err().unwrap();
+        let error = read_back(dir.path(), Arc::new(Cpu), Printer::new(true, false)).err().unwrap();
         assert_eq!(exit::code(&error), exit::CHECK_FAILED);
         assert!(error.to_string().starts_with("the artifact cannot be read back: "), "{error}");
     }

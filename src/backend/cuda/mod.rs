@@ -1,0 +1,429 @@
+//! The CUDA backend: one or several devices of one machine, through a driver that is loaded when it is there.
+
+mod attention;
+pub mod batch;
+pub mod cache;
+mod device;
+pub mod graph;
+mod linear;
+mod modules;
+pub mod solver;
+pub mod weights;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use batch::OnDevice;
+use cache::CacheType;
+pub use device::{Buffer, Device, count, installed};
+use weights::{DeviceMatrix, Loader, Plane, Stored};
+
+use super::solver::Solver;
+use super::tensor::Tensor;
+use super::weight::Weight;
+use super::{
+    Activation, AttentionShape, Backend, Batch, CacheShape, Done, Drift, Gram, KvCache, Matrix, Recording, RopeTable,
+    Span, Sums,
+};
+
+/// Logits held at once while scoring, so that large vocabularies do not decide the memory needed.
+const LOGITS_AT_ONCE: usize = 64 << 20;
+/// Threads of a block in kernels that take values one by one.
+const BLOCK: usize = 256;
+
+/// How products with many rows are computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Precision {
+    /// Activations as the sum of two 16-bit numbers: as good as f32.
+    #[default]
+    Double,
+    /// Activations rounded to 16 bits, in half the time: as engines do that serve models.
+    Single,
+}
+
+/// What may be chosen about the backend.
+#[derive(Clone, Debug)]
+pub struct CudaOptions {
+    /// Ordinals of the devices that work side by side; the first also solves and decodes.
+    pub devices: Vec<usize>,
+    pub precision: Precision,
+    pub cache: CacheType,
+    /// Whether a decoding step may be recorded as a graph.
+    pub graphs: bool,
+    /// Whether cuBLAS may be used where it is installed.
+    pub cublas: bool,
+    /// Bytes of weights that may stay on a device [default: half of what is free].
+    pub weight_bytes: Option<u64>,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        Self {
+            devices: vec![0],
+            precision: Precision::default(),
+            cache: CacheType::default(),
+            graphs: true,
+            cublas: true,
+            weight_bytes: None,
+        }
+    }
+}
+
+/// Some CUDA devices.
+pub struct Cuda {
+    loaders: Vec<Arc<Loader>>,
+    options: CudaOptions,
+    /// Bytes of all weights taken up.
+    weights: Arc<AtomicU64>,
+    /// Bytes of weights that may stay on a device.
+    room: u64,
+    /// Batches so far, which go to the devices in turn.
+    batches: AtomicUsize,
+}
+
+impl Cuda {
+    /// Opens the devices; fails with the reason where one cannot be used.
+    pub fn open(options: CudaOptions) -> Done<Self> {
+        let fail = |why: String| super::DeviceError { device: "cuda".into(), why };
+        let count = count().map_err(fail)?;
+        let mut loaders = Vec::new();
+        let mut room = u64::MAX;
+        for (slot, &ordinal) in options.devices.iter().enumerate() {
+            if ordinal >= count {
+                let known = (0..count).map(|i| format!("cuda:{i}")).collect::<Vec<_>>().join(", ");
+                return Err(fail(format!("there is no device {ordinal}; there are {known}")));
+            }
+            let device = Device::open(ordinal, slot, options.cublas)?;
+            room = room.min(device.memory()?.0 as u64 / 2);
+            loaders.push(Loader::new(device));
+        }
+        if loaders.is_empty() {
+            return Err(fail("no device is named".into()));
+        }
+        let room = options.weight_bytes.unwrap_or(room);
+        Ok(Self { loaders, options, weights: Arc::default(), room, batches: AtomicUsize::new(0) })
+    }
+
+    /// The device that solves and decodes.
+    pub(super) fn first(&self) -> &Arc<Device> {
+        self.loaders[0].device()
+    }
+
+    /// A matrix on the device where `buffer` is.
+    pub(super) fn matrix(&self, matrix: &Matrix, device: &Device) -> Done<Arc<DeviceMatrix>> {
+        match matrix {
+            Matrix::Cuda(stored) => self.loaders[device.slot].get(stored),
+            Matrix::Host(_) => Err(device.failed("a weight of another backend")),
+        }
+    }
+
+    fn stored<'a>(matrices: &'a [&'a Matrix]) -> impl Iterator<Item = &'a Arc<Stored>> {
+        matrices.iter().filter_map(|matrix| match matrix {
+            Matrix::Cuda(stored) => Some(stored),
+            Matrix::Host(_) => None,
+        })
+    }
+
+    /// Makes the tensor's memory its own, to be written in place.
+    fn unshare(&self, x: &mut Tensor) -> Done<()> {
+        if !x.buffer().is_unique() {
+            let buffer = x.buffer().device().fetch(x.buffer())?;
+            *x = Tensor::cuda(x.rows, x.cols, buffer);
+        }
+        Ok(())
+    }
+
+    fn on_device(batch: &Batch) -> &OnDevice {
+        batch.cuda.as_ref().unwrap_or_else(|| panic!("a batch of another backend"))
+    }
+
+    fn logits(&self, x: &Tensor, head: &Matrix, bias: Option<&Tensor>) -> Done<Tensor> {
+        let device = x.buffer().device();
+        let bias = bias.map(|b| b.buffer_on(device));
+        linear::linear(x, &*self.matrix(head, device)?, head.weight().rows(), bias, self.options.precision)
+    }
+}
+
+/// Blocks of `BLOCK` threads for `n` values.
+fn blocks(n: usize) -> [usize; 3] {
+    [n.div_ceil(BLOCK), 1, 1]
+}
+
+/// Threads for a kernel that takes a row a block.
+fn row_threads(cols: usize) -> usize {
+    cols.next_multiple_of(32).min(BLOCK)
+}
+
+/// Fresh memory for `rows * cols` floats.
+fn floats(device: &Arc<Device>, rows: usize, cols: usize) -> Done<Buffer> {
+    device.alloc(rows * cols * 4)
+}
+
+impl Backend for Cuda {
+    fn device(&self) -> String {
+        self.loaders.iter().map(|l| l.device().name.as_str()).collect::<Vec<_>>().join(", ")
+    }
+
+    fn kind(&self) -> String {
+        let mut kinds: Vec<&str> = self.loaders.iter().map(|l| l.device().model.as_str()).collect();
+        kinds.sort_unstable();
+        kinds.dedup();
+        kinds.join(", ")
+    }
+
+    fn devices(&self) -> usize {
+        self.loaders.len()
+    }
+
+    fn free_memory(&self) -> Option<u64> {
+        self.loaders.iter().map(|l| l.device().memory().ok().map(|(free, _)| free as u64)).min()?
+    }
+
+    fn solver(&self) -> Option<&dyn Solver> {
+        Some(self)
+    }
+
+    fn load(&self, weight: Weight) -> Done<Matrix> {
+        Ok(Matrix::Cuda(Arc::new(Stored::new(weight, self.loaders.len(), &self.weights))))
+    }
+
+    fn expect(&self, now: &[&Matrix], next: &[&Matrix]) -> Done<()> {
+        for loader in &self.loaders {
+            loader.ahead(Self::stored(now).chain(Self::stored(next)).cloned());
+        }
+        Ok(())
+    }
+
+    fn release(&self, matrices: &[&Matrix]) {
+        if self.weights.load(Ordering::Relaxed) <= self.room {
+            return;
+        }
+        for loader in &self.loaders {
+            Self::stored(matrices).for_each(|stored| stored.release(loader.device()));
+        }
+    }
+
+    fn upload(&self, rows: usize, cols: usize, data: Vec<f32>) -> Done<Tensor> {
+        let copies = self.loaders.iter().map(|l| l.device().upload(&data)).collect::<Done<Vec<_>>>()?;
+        Ok(Tensor::everywhere(rows, cols, copies))
+    }
+
+    fn download(&self, x: &Tensor) -> Done<Vec<f32>> {
+        x.buffer().device().download(x.buffer(), 0, x.rows * x.cols)
+    }
+
+    fn row(&self, x: &Tensor, row: usize) -> Done<Tensor> {
+        let device = x.buffer().device();
+        let out = floats(device, 1, x.cols)?;
+        device.copy(x.buffer(), row * x.cols * 4, &out, 0, x.cols * 4)?;
+        Ok(Tensor::cuda(1, x.cols, out))
+    }
+
+    fn batch(&self, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch> {
+        let turn = self.batches.fetch_add(1, Ordering::Relaxed) % self.loaders.len();
+        let cuda = Some(OnDevice::new(self.loaders[turn].device(), &ids, &spans)?);
+        Ok(Batch { ids, spans, cuda })
+    }
+
+    fn rebatch(&self, batch: &Batch, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch> {
+        let cuda = Some(Self::on_device(batch).rewrite(&ids, &spans)?);
+        Ok(Batch { ids, spans, cuda })
+    }
+
+    fn embed(&self, table: &Matrix, batch: &Batch, scale: f32) -> Done<Tensor> {
+        let OnDevice { device, buffer, rows, .. } = Self::on_device(batch);
+        let cols = table.weight().cols();
+        let out = floats(device, *rows, cols)?;
+        let matrix = self.matrix(table, device)?;
+        let DeviceMatrix::Dense { plane, high, low, stride } = &*matrix else {
+            return Err(device.failed("a quantized embedding table"));
+        };
+        let kernel = match (plane, low) {
+            (Plane::F16, _) => "embed_f16",
+            (Plane::Bf16, None) => "embed_bf16",
+            (Plane::Bf16, Some(_)) => "embed_planes",
+        };
+        let launch = device.launch(kernel, [*rows, 1, 1], 128).buffer(high);
+        let launch = if let Some(low) = low { launch.buffer(low) } else { launch };
+        launch.buffer(buffer).buffer(&out).f32(scale).u32(cols).u32(*stride).go()?;
+        Ok(Tensor::cuda(*rows, cols, out))
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Done<Tensor> {
+        let device = x.buffer().device();
+        let out = floats(device, x.rows, x.cols)?;
+        let weight = weight.buffer_on(device);
+        let launch = device.launch("rms_norm", [x.rows, 1, 1], row_threads(x.cols));
+        launch.buffer(x.buffer()).buffer(weight).buffer(&out).f32(eps).u32(x.cols).go()?;
+        Ok(Tensor::cuda(x.rows, x.cols, out))
+    }
+
+    fn add_rms_norm(&self, x: &mut Tensor, y: &Tensor, weight: &Tensor, eps: f32) -> Done<Tensor> {
+        self.unshare(x)?;
+        let device = x.buffer().device();
+        let out = floats(device, x.rows, x.cols)?;
+        let launch = device.launch("add_rms_norm", [x.rows, 1, 1], row_threads(x.cols));
+        let launch = launch.buffer(x.buffer()).buffer(y.buffer()).buffer(weight.buffer_on(device));
+        launch.buffer(&out).f32(eps).u32(x.cols).go()?;
+        Ok(Tensor::cuda(x.rows, x.cols, out))
+    }
+
+    fn linear(&self, x: &Tensor, weight: &Matrix, bias: Option<&Tensor>) -> Done<Tensor> {
+        self.logits(x, weight, bias)
+    }
+
+    fn rope(
+        &self,
+        x: &mut Tensor,
+        batch: &Batch,
+        head_dim: usize,
+        norm: Option<(&Tensor, f32)>,
+        table: &RopeTable,
+    ) -> Done<()> {
+        self.unshare(x)?;
+        let OnDevice { device, buffer, rows, .. } = Self::on_device(batch);
+        let heads = x.cols / head_dim;
+        if let Some((weight, eps)) = norm {
+            let launch = device.launch("rms_norm", [rows * heads, 1, 1], row_threads(head_dim));
+            let launch = launch.buffer(x.buffer()).buffer(weight.buffer_on(device)).buffer(x.buffer());
+            launch.f32(eps).u32(head_dim).go()?;
+        }
+        let half = table.cos.cols;
+        let launch = device.launch("rope", [*rows, (heads * half).div_ceil(128), 1], 128);
+        let launch = launch.buffer(x.buffer()).buffer_at(buffer, Self::on_device(batch).positions());
+        let launch = launch.buffer(table.cos.buffer_on(device)).buffer(table.sin.buffer_on(device));
+        launch.u32(*rows).u32(heads).u32(head_dim).u32(half).go()
+    }
+
+    fn caches(&self, shape: CacheShape) -> Done<Vec<Vec<KvCache>>> {
+        cache::new(self.first(), self.options.cache, shape)
+    }
+
+    fn reserve(&self, caches: &mut [Vec<KvCache>], batch: &Batch) -> Done<()> {
+        for layer in caches {
+            for (cache, span) in layer.iter_mut().zip(&batch.spans) {
+                if let KvCache::Cuda(pages) = cache {
+                    pages.reserve(span.start + span.rows)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        batch: &Batch,
+        shape: &AttentionShape,
+        caches: Option<&mut [KvCache]>,
+    ) -> Done<Tensor> {
+        attention::attention(q, k, v, Self::on_device(batch), &batch.spans, shape, caches)
+    }
+
+    fn gated(&self, gate: &Tensor, up: &Tensor, activation: Activation) -> Done<Tensor> {
+        let device = gate.buffer().device();
+        let n = gate.rows * gate.cols;
+        let out = floats(device, gate.rows, gate.cols)?;
+        let kind = match activation {
+            Activation::Silu => 0,
+            Activation::GeluTanh => 1,
+        };
+        let launch = device.launch("gated", blocks(n), BLOCK);
+        launch.buffer(gate.buffer()).buffer(up.buffer()).buffer(&out).u64(n).i32(kind).go()?;
+        Ok(Tensor::cuda(gate.rows, gate.cols, out))
+    }
+
+    fn add(&self, x: &mut Tensor, y: &Tensor) -> Done<()> {
+        self.unshare(x)?;
+        let n = x.rows * x.cols;
+        let launch = x.buffer().device().launch("add", blocks(n), BLOCK);
+        launch.buffer(x.buffer()).buffer(y.buffer()).u64(n).go()
+    }
+
+    fn gram(&self, n: usize) -> Done<Gram> {
+        let lower = self.first().alloc(n * n * 8)?;
+        self.first().zero(&lower)?;
+        Ok(Gram { n, lower: Sums::Cuda(lower), tokens: 0 })
+    }
+
+    fn add_gram(&self, x: &Tensor, gram: &mut Gram) -> Done<()> {
+        // Whatever device has the rows, their sum is added on the first, in the order of the calls.
+        let part = self.first().fetch_shared(&linear::gram(x)?)?;
+        linear::accumulate(gram.lower.buffer(), &part)?;
+        gram.tokens += x.rows as u64;
+        Ok(())
+    }
+
+    fn diagonal(&self, gram: &Gram) -> Done<Vec<f64>> {
+        solver::diagonal(gram.lower.buffer(), gram.n)
+    }
+
+    fn drift(&self, n: usize) -> Done<Drift> {
+        let values = self.first().alloc(n * n * 4)?;
+        self.first().zero(&values)?;
+        Ok(Drift { n, values: Sums::Cuda(values), tokens: 0 })
+    }
+
+    fn add_drift(&self, x: &Tensor, original: &Tensor, drift: &mut Drift) -> Done<()> {
+        let part = self.first().fetch_shared(&linear::cross(x, original)?)?;
+        let (device, n) = (self.first(), drift.n * drift.n);
+        device.launch("add", blocks(n), BLOCK).buffer(drift.values.buffer()).buffer(&part).u64(n).go()?;
+        drift.tokens += x.rows as u64;
+        Ok(())
+    }
+
+    fn nll(&self, x: &Tensor, head: &Matrix, targets: &[u32], softcap: Option<f32>) -> Done<Vec<f32>> {
+        let device = x.buffer().device();
+        let vocab = head.weight().rows();
+        let at_once = (LOGITS_AT_ONCE / vocab).max(1);
+        let mut scores = Vec::new();
+        for (i, targets) in targets.chunks(at_once).enumerate() {
+            let rows = targets.len();
+            let part = floats(device, rows, x.cols)?;
+            device.copy(x.buffer(), i * at_once * x.cols * 4, &part, 0, rows * x.cols * 4)?;
+            let mut logits = self.logits(&Tensor::cuda(rows, x.cols, part), head, None)?;
+            if let Some(cap) = softcap {
+                self.softcap(&mut logits, cap)?;
+            }
+            let (targets, out) = (device.upload(targets)?, floats(device, rows, 1)?);
+            let launch = device.launch("nll", [rows, 1, 1], BLOCK);
+            launch.buffer(logits.buffer()).buffer(&targets).buffer(&out).u32(vocab).go()?;
+            scores.push((out, rows));
+        }
+        let mut all = Vec::with_capacity(targets.len());
+        for (out, rows) in scores {
+            all.extend(device.download::<f32>(&out, 0, rows)?);
+        }
+        Ok(all)
+    }
+
+    fn softcap(&self, x: &mut Tensor, cap: f32) -> Done<()> {
+        self.unshare(x)?;
+        let n = x.rows * x.cols;
+        x.buffer().device().launch("softcap", blocks(n), BLOCK).buffer(x.buffer()).u64(n).f32(cap).go()
+    }
+
+    fn argmax(&self, x: &Tensor) -> Done<Vec<Option<u32>>> {
+        let device = x.buffer().device();
+        let out = device.alloc(x.rows * 4)?;
+        device.launch("argmax", [x.rows, 1, 1], BLOCK).buffer(x.buffer()).buffer(&out).u32(x.cols).go()?;
+        let tokens = device.download::<u32>(&out, 0, x.rows)?;
+        Ok(tokens.into_iter().map(|token| (token != u32::MAX).then_some(token)).collect())
+    }
+
+    fn begin_recording(&self) -> Done<bool> {
+        // Weights that come and go cannot be part of a graph.
+        let held = self.weights.load(Ordering::Relaxed) <= self.room;
+        if self.options.graphs && held {
+            graph::begin(self.first())?;
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    fn end_recording(&self) -> Done<Recording> {
+        graph::end(self.first()).map(Recording)
+    }
+}

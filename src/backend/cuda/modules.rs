@@ -1,0 +1,64 @@
+//! The compiled kernels: PTX that travels in the binary, loaded by the driver when first needed.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::sync::Mutex;
+
+use cudarc::driver::result::module;
+use cudarc::driver::sys::{CUfunction, CUmodule};
+
+use super::super::Done;
+use super::device::Device;
+
+macro_rules! files {
+    ($($name:literal)*) => {
+        /// Kernel files and their PTX.
+        pub const FILES: &[(&str, &str)] =
+            &[$(($name, include_str!(concat!("../../../kernels/ptx/", $name, ".ptx")))),*];
+    };
+}
+
+files!("elementwise");
+
+/// Names of the kernels in a PTX text.
+pub fn entries(ptx: &str) -> impl Iterator<Item = &str> {
+    ptx.split(".entry ").skip(1).map(|rest| rest.split(['(', ' ', '\n']).next().unwrap_or_default())
+}
+
+/// Modules of one device.
+#[derive(Default)]
+pub struct Modules {
+    loaded: Mutex<HashMap<&'static str, Loaded>>,
+}
+
+#[derive(Clone, Copy)]
+struct Loaded(CUmodule);
+
+// SAFETY: a module handle may be used from any thread of the process that owns its context.
+unsafe impl Send for Loaded {}
+
+impl Modules {
+    /// The function of `kernel`; its file is loaded if it has not been. The device is current.
+    pub fn function(&self, device: &Device, kernel: &'static str) -> Done<CUfunction> {
+        let found = FILES.iter().find(|(_, ptx)| entries(ptx).any(|entry| entry == kernel));
+        let Some((file, ptx)) = found else {
+            return Err(device.failed(format!("there is no kernel `{kernel}`")));
+        };
+        let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());
+        let module = match loaded.get(file) {
+            Some(module) => *module,
+            None => {
+                let text = CString::new(*ptx).map_err(|e| device.failed(format!("kernels `{file}`: {e}")))?;
+                // SAFETY: the text is whole PTX, ended by a zero byte. The module stays as long as the process.
+                let module = unsafe { module::load_data(text.as_ptr().cast()) }
+                    .map_err(|e| device.failed(format!("the driver does not take the kernels `{file}`: {e}")))?;
+                loaded.insert(file, Loaded(module));
+                Loaded(module)
+            }
+        };
+        let name = CString::new(kernel).map_err(|e| device.failed(format!("kernel `{kernel}`: {e}")))?;
+        // SAFETY: the module is loaded and stays so.
+        unsafe { module::get_function(module.0, name) }
+            .map_err(|e| device.failed(format!("kernel `{kernel}`: {e}")))
+    }
+}

@@ -1,0 +1,1 @@
+//! Attention over rows and over paged caches.

@@ -1,0 +1,151 @@
+//! The commands on a CUDA device.
+
+use quantkit::num::bits;
+use serde_json::Value;
+
+use super::run;
+use crate::support::emulator;
+use crate::support::scene::{Scene, tensors};
+
+const GPTQ: [&str; 12] = [
+    "gptq",
+    "--bits",
+    "4",
+    "--calib",
+    "calib.txt",
+    "--nsamples",
+    "8",
+    "--seqlen",
+    "128",
+    "--eval-windows",
+    "4",
+    "--json",
+];
+
+fn gptq(scene: &Scene, device: &str, out: &str, more: &[&str], cublas: bool, settings: &[(&str, &str)]) -> Value {
+    let args = [&GPTQ[..], &["--device", device, "-o", out], more].concat();
+    run(scene, &args, cublas, settings).ok().json()
+}
+
+/// Share of equal codes over all modules.
+fn equal_codes(scene: &Scene, a: &str, b: &str) -> f64 {
+    let weights = |out: &str| tensors(&scene.path(&format!("{out}/model.safetensors")));
+    let (a, b) = (weights(a), weights(b));
+    let (mut equal, mut all) = (0usize, 0usize);
+    for (name, left) in a.iter().filter(|(name, _)| name.ends_with(".qweight")) {
+        let words = |bytes: &[u8]| -> Vec<u32> {
+            bytes.chunks_exact(4).map(|w| u32::from_le_bytes(w.try_into().unwrap())).collect()
+        };
+        let (left, right) = (words(&left.data), words(&b[name].data));
+        for (left, right) in left.iter().zip(&right) {
+            for code in 0..8 {
+                equal += usize::from(bits::get(|_| *left, code, 4) == bits::get(|_| *right, code, 4));
+                all += 1;
+            }
+        }
+    }
+    assert!(all > 1_000_000, "{all} codes");
+    equal as f64 / all as f64
+}
+
+fn perplexity(result: &Value) -> f64 {
+    result["perplexity_after"]["perplexity"].as_f64().unwrap()
+}
+
+/// The figures that a calibration on the device must reach.
+#[test]
+fn gptq_agrees_with_the_cpu() {
+    let scene = Scene::demo();
+    for (more, kind) in [(&[][..], "default"), (&["--drift-correction", "--desc-act"][..], "drift, activation order")] {
+        let host = gptq(&scene, "cpu", "host", &[more, &["--overwrite"]].concat(), true, &[]);
+        let device = gptq(&scene, "cuda:0", "device", &[more, &["--overwrite"]].concat(), true, &[]);
+        let (host, device) = (perplexity(&host), perplexity(&device));
+        assert!((device / host - 1.0).abs() < 1e-3, "{kind}: {device} against {host}");
+        let equal = equal_codes(&scene, "host", "device");
+        assert!(equal >= 0.99, "{kind}: {equal} of the codes are equal");
+    }
+}
+
+/// The artifact does not depend on how many devices calibrate, nor on the order of the emulator's threads.
+#[test]
+fn devices_and_schedules_give_the_same_bytes() {
+    if emulator::on_gpu() {
+        return;
+    }
+    let scene = Scene::tiny("llama");
+    let settings: [(&str, &str, &[(&str, &str)]); 4] = [
+        ("cuda:0", "one", &[]),
+        ("cuda:0,1", "two", &[("QUANTKIT_EMULATOR_DEVICES", "2")]),
+        ("cuda", "three", &[("QUANTKIT_EMULATOR_DEVICES", "3"), ("QUANTKIT_EMULATOR_SCHEDULE", "lazy")]),
+        ("cuda:0", "random", &[("QUANTKIT_EMULATOR_ORDER", "random"), ("QUANTKIT_EMULATOR_SCHEDULE", "lazy")]),
+    ];
+    let mut weights = Vec::new();
+    for (device, out, settings) in settings {
+        let args = crate::support::scene::tiny_args(&["gptq", "-o", out, "--device", device, "--nsamples", "300"]);
+        run(&scene, &[&args[..], &["model"]].concat(), true, settings).ok().says(&["CPU emulator of CUDA"]);
+        weights.push(scene.read(&format!("{out}/model.safetensors")));
+    }
+    assert!(weights.windows(2).all(|pair| pair[0] == pair[1]));
+}
+
+#[test]
+fn own_kernels_serve_without_cublas() {
+    let scene = Scene::tiny("qwen2");
+    for (out, cublas) in [("with", true), ("without", false)] {
+        let args = crate::support::scene::tiny_args(&["gptq", "-o", out, "--device", "cuda:0", "--json"]);
+        run(&scene, &[&args[..], &["model"]].concat(), cublas, &[]).ok();
+    }
+    let evaluate = |out| {
+        let args = ["eval", "ppl", out, "--text", "eval.txt", "--window", "32", "--max-windows", "2", "--json"];
+        scene.run(&args).ok().json()["perplexity"].as_f64().unwrap()
+    };
+    let (with, without) = (evaluate("with"), evaluate("without"));
+    assert!((with / without - 1.0).abs() < 1e-2, "{with} {without}");
+}
+
+#[test]
+fn text_is_written_on_the_device() {
+    let scene = Scene::demo();
+    let args = ["generate", "--prompt", "It was a dark night", "--max-tokens", "16", "--ignore-eos"];
+    let host = scene.run(&args).ok().stdout;
+    let on = |more: &[&str]| run(&scene, &[&args[..], more].concat(), true, &[]).ok().stdout;
+    assert_eq!(on(&["--device", "cuda:0"]), host);
+    assert_eq!(on(&["--no-cuda-graph"]), host);
+}
+
+#[test]
+fn without_a_driver() {
+    let scene = Scene::demo();
+    let generate = ["generate", "--prompt", "It", "--max-tokens", "1"];
+    if !emulator::on_gpu() {
+        // Exit code 3: the device.
+        let asked = [&generate[..], &["--device", "cuda:0"]].concat();
+        scene.run(&asked).ended(3).says(&["no CUDA driver is installed"]);
+        let auto = [&generate[..], &["--device", "auto"]].concat();
+        let ran = scene.run(&auto).ok();
+        assert!(!ran.stderr.contains("CUDA"), "{}", ran.stderr);
+    }
+    let missing = [&generate[..], &["--device", "cuda:99"]].concat();
+    run(&scene, &missing, true, &[]).ended(3).says(&["there is no device 99; there are cuda:0"]);
+    for (name, why) in [("gpu", "known are auto, cpu"), ("cuda:", "known are auto, cpu"), ("cuda:1,1", "named twice")] {
+        scene.run(&[&generate[..], &["--device", name]].concat()).ended(2).says(&[why]);
+    }
+}
+
+#[test]
+fn drivers_that_are_too_old_and_memory_that_is_too_small() {
+    if emulator::on_gpu() {
+        return;
+    }
+    let scene = Scene::demo();
+    let generate = ["generate", "--prompt", "It", "--max-tokens", "1", "--device"];
+    let old = [("QUANTKIT_EMULATOR_DRIVER_VERSION", "12010")];
+    let on = |device, settings: &[(&str, &str)]| run(&scene, &[&generate[..], &[device]].concat(), true, settings);
+    on("cuda:0", &old).ended(3).says(&["the CUDA driver is too old: it knows CUDA 12.1, and 12.2 is needed"]);
+    on("auto", &old).ok().says(&["computing on the CPU: the CUDA driver is too old"]);
+    let none = [("QUANTKIT_EMULATOR_DEVICES", "0")];
+    on("cuda", &none).ended(3).says(&["the CUDA driver finds no device"]);
+    let small = [("QUANTKIT_EMULATOR_MEMORY_MB", "2")];
+    on("cuda:0", &small).ended(3).says(&["out of memory", "are needed", "are free"]);
+    assert!(!scene.path("device").exists());
+}

@@ -1,0 +1,139 @@
+//! Whole models: logits, text, several sequences, weights that do not fit.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use quantkit::backend::cpu::Cpu;
+use quantkit::backend::cuda::cache::CacheType;
+use quantkit::backend::cuda::{CudaOptions, Precision};
+use quantkit::backend::{Backend, spans_of};
+use quantkit::checkpoint::Checkpoint;
+use quantkit::engine::generate::{Session, generate};
+use quantkit::engine::sampler::{Sampler, SamplerOptions};
+use quantkit::model::Model;
+use quantkit::model::source::DenseSource;
+
+use super::cuda;
+use crate::families::check_on;
+use crate::support::{fixture, golden_logits};
+
+macro_rules! families {
+    ($($name:ident)*) => { $(
+        #[test]
+        fn $name() {
+            // The cache holds f16.
+            check_on(cuda(CudaOptions::default()), stringify!($name), [5e-4, 5e-3]);
+        }
+    )* };
+}
+
+families!(llama llama3 llama_linear llama_yarn mistral qwen2 qwen3 gemma3_text smollm2);
+
+#[test]
+fn without_cublas() {
+    check_on(cuda(CudaOptions { cublas: false, ..Default::default() }), "llama", [5e-4, 5e-3]);
+}
+
+fn demo(backend: Arc<dyn Backend>) -> Model {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("calib/demo/target");
+    Model::open(Box::new(DenseSource(Checkpoint::open(&dir).unwrap())), backend).unwrap()
+}
+
+fn logits(model: &Model, tokens: &[u32]) -> Vec<f32> {
+    let mut chunks = [model.embed(&[tokens], spans_of([tokens.len()])).unwrap()];
+    model.forward(&mut chunks, None).unwrap();
+    model.backend().download(&model.logits(&chunks[0].hidden).unwrap()).unwrap()
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn logits_of_the_demo_checkpoint() {
+    let (tokens, wanted) = golden_logits(&fixture("demo/logits.safetensors"));
+    for (precision, ceiling) in [(Precision::Double, 1e-3), (Precision::Single, 2e-2)] {
+        for cublas in [true, false] {
+            let model = demo(cuda(CudaOptions { precision, cublas, ..Default::default() }));
+            let difference = largest_difference(&logits(&model, &tokens), &wanted);
+            assert!(difference < ceiling, "{precision:?}, cuBLAS {cublas}: {difference}");
+        }
+    }
+}
+
+fn greedy_text(model: &Model, prompt: &[u32]) -> Vec<u32> {
+    let mut sampler = Sampler::new(SamplerOptions { temperature: 0.0, ..Default::default() }).unwrap();
+    let mut text = Vec::new();
+    generate(model, prompt, &[], 64, &mut sampler, &mut |token| {
+        text.push(token);
+        true
+    })
+    .unwrap();
+    assert_eq!(text.len(), 64);
+    text
+}
+
+/// Both prompts cross the border of a cache page while decoding.
+#[test]
+fn greedy_text_is_the_cpus() {
+    let (tokens, _) = golden_logits(&fixture("demo/logits.safetensors"));
+    let (host, options) = (demo(Arc::new(Cpu)), CudaOptions { precision: Precision::Single, ..Default::default() });
+    for prompt in [&tokens[..9], &tokens[3..40]] {
+        let wanted = greedy_text(&host, prompt);
+        for graphs in [true, false] {
+            let model = demo(cuda(CudaOptions { graphs, ..options.clone() }));
+            assert_eq!(greedy_text(&model, prompt), wanted, "graphs {graphs}");
+        }
+    }
+}
+
+/// A recorded step gives bit for bit what launching its kernels gives.
+#[test]
+fn graphs_change_nothing() {
+    let (tokens, _) = golden_logits(&fixture("demo/logits.safetensors"));
+    for cache in [CacheType::F16, CacheType::Fp8, CacheType::Int8] {
+        let decoded = |graphs| {
+            let model = demo(cuda(CudaOptions { graphs, cache, ..Default::default() }));
+            let mut session = Session::new(&model, 64).unwrap();
+            session.feed(&tokens[..13]).unwrap();
+            let steps = tokens[13..24].iter();
+            steps
+                .map(|token| model.backend().download(&session.feed(&[*token]).unwrap()).unwrap())
+                .collect::<Vec<_>>()
+        };
+        assert!(decoded(true) == decoded(false), "{cache:?}");
+    }
+}
+
+/// How far logits move when the cache is narrow: bounds a gross error, not a measurement.
+#[test]
+fn narrow_caches_stay_near() {
+    let (tokens, _) = golden_logits(&fixture("demo/logits.safetensors"));
+    let last = |backend: Arc<dyn Backend>| {
+        let model = demo(backend);
+        let mut session = Session::new(&model, 64).unwrap();
+        session.feed(&tokens[..30]).unwrap();
+        model.backend().download(&session.feed(&tokens[30..31]).unwrap()).unwrap()
+    };
+    let wanted = last(Arc::new(Cpu));
+    for (cache, ceiling) in [(CacheType::F16, 1e-2), (CacheType::Int8, 0.2), (CacheType::Fp8, 0.6)] {
+        let difference = largest_difference(&last(cuda(CudaOptions { cache, ..Default::default() })), &wanted);
+        assert!(difference < ceiling, "{cache:?}: {difference}");
+    }
+}
+
+/// Weights that come and go give the bits of weights that stay, also while decoding.
+#[test]
+fn weights_that_do_not_fit() {
+    let (tokens, _) = golden_logits(&fixture("demo/logits.safetensors"));
+    let run = |weight_bytes| {
+        let model = demo(cuda(CudaOptions { weight_bytes, ..Default::default() }));
+        let mut session = Session::new(&model, 64).unwrap();
+        session.feed(&tokens[..5]).unwrap();
+        let step = |session: &mut Session, token| model.backend().download(&session.feed(&[token]).unwrap()).unwrap();
+        let decoded: Vec<_> = tokens[5..9].iter().map(|token| step(&mut session, *token)).collect();
+        (logits(&model, &tokens), decoded)
+    };
+    assert!(run(Some(0)) == run(None));
+}

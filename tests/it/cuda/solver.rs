@@ -1,0 +1,1 @@
+//! GPTQ on the device against the one in quantize.
