@@ -11,10 +11,10 @@ QK_INLINE double symmetric(const double* lower, uint32_t n, uint32_t a, uint32_t
     return lower[static_cast<uint64_t>(row) * n + column];
 }
 
-// Damped Hessian at places i, j of the order: 2/tokens X'X, its diagonal from `alive` (1 for dead channels).
-QK_INLINE double damped(const double* gram, const uint32_t* columns, const double* alive, uint32_t n, double scale,
-                        double damping, uint32_t i, uint32_t j) {
-    return i == j ? __dadd_rn(alive[i], damping) : __dmul_rn(symmetric(gram, n, columns[i], columns[j]), scale);
+// scale X'X at places i, j of the order, with `diagonal` in place of its own.
+QK_INLINE double hessian(const double* gram, const uint32_t* columns, const double* diagonal, uint32_t n, double scale,
+                         uint32_t i, uint32_t j) {
+    return i == j ? diagonal[i] : symmetric(gram, n, columns[i], columns[j]) * scale;
 }
 
 // 16-bit floats travel as their bits.
@@ -40,23 +40,22 @@ extern "C" __global__ void gram_diagonal(const double* gram, double* diagonal, u
 }
 
 // Lower triangle of the damped Hessian with its order reversed, which is what the factorization wants; the
-// rest of `out` is left alone. Grid (n, ceil(n/256)), block 256.
-extern "C" __global__ void reversed_hessian(const double* gram, const uint32_t* columns, const double* alive,
-                                            double* out, uint32_t n, double scale, double damping) {
+// rest of `out` is left alone. `diagonal` is in order. Grid (n, ceil(n/256)), block 256.
+extern "C" __global__ void reversed_hessian(const double* gram, const uint32_t* columns, const double* diagonal,
+                                            double* out, uint32_t n, double scale) {
     const uint32_t i = blockIdx.x;
     const uint32_t j = blockIdx.y * blockDim.x + threadIdx.x;
     if (j > i) return;
-    out[static_cast<uint64_t>(i) * n + j] = damped(gram, columns, alive, n, scale, damping, n - 1 - i, n - 1 - j);
+    out[static_cast<uint64_t>(i) * n + j] = hessian(gram, columns, diagonal, n, scale, n - 1 - i, n - 1 - j);
 }
 
 // The damped Hessian in order, whole, for coordinate descent. Grid (n, ceil(n/256)), block 256.
-extern "C" __global__ void ordered_hessian(const double* gram, const uint32_t* columns, const double* alive,
-                                           float* out, uint32_t n, double scale, double damping) {
+extern "C" __global__ void ordered_hessian(const double* gram, const uint32_t* columns, const double* diagonal,
+                                           float* out, uint32_t n, double scale) {
     const uint32_t i = blockIdx.x;
     const uint32_t j = blockIdx.y * blockDim.x + threadIdx.x;
     if (j >= n) return;
-    out[static_cast<uint64_t>(i) * n + j] =
-        static_cast<float>(damped(gram, columns, alive, n, scale, damping, i, j));
+    out[static_cast<uint64_t>(i) * n + j] = static_cast<float>(hessian(gram, columns, diagonal, n, scale, i, j));
 }
 
 // The drift in order, scaled. Grid (n, ceil(n/256)), block 256.
@@ -66,7 +65,7 @@ extern "C" __global__ void ordered_drift(const float* drift, const uint32_t* col
     const uint32_t j = blockIdx.y * blockDim.x + threadIdx.x;
     if (j >= n) return;
     out[static_cast<uint64_t>(i) * n + j] =
-        __fmul_rn(drift[static_cast<uint64_t>(columns[i]) * n + columns[j]], scale);
+        drift[static_cast<uint64_t>(columns[i]) * n + columns[j]] * scale;
 }
 
 // Weights of one linear in order, `out` [rows][n]; the stored rows start `stride` elements apart. `dead` is in

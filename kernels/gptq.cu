@@ -4,8 +4,8 @@
 #include "gptq_grid.cuh"
 
 // Levels of every group from the weights as they are. The columns of group g are members[offsets[g]] up to
-// members[offsets[g + 1]], ascending. `w` [rows][n]; `scales`, `zeros` [rows][groups]; `importance` may be null.
-// Grid (ceil(rows/8), groups or fewer), block 256.
+// members[offsets[g + 1]], ascending. `w` [rows][n]; `scales`, `zeros` [rows][groups]; `importance` [n] is
+// what a column weighs in the search. Grid (ceil(rows/8), groups or fewer), block 256.
 extern "C" __global__ void __launch_bounds__(256, 2)
     original_grids(const float* w, const uint32_t* members, const uint32_t* offsets, const float* importance,
                    const float* trials, uint32_t trial_count, float top, float middle, float lowest, uint32_t sym,

@@ -103,9 +103,9 @@ QK_INLINE float base_of(const Rule& rule, float low, float high) {
 }
 
 // Chooses the levels of the group whose columns are `members[from..to]`, or from..to themselves where `members`
-// is null, of a row of weights in global memory. Errors are weighted by `importance` unless that is null. All
-// lanes of a warp call it together, share out the candidates, and get the same answer: the least error, the
-// first of equals. `stage` is [BLOCK] of shared memory for this warp.
+// is null, of a row of weights in global memory; errors are weighted by `importance`. All lanes of a warp call it
+// together, share out the candidates, and get the same answer: the least error, the first of equals. `stage` is
+// [BLOCK] of shared memory for this warp.
 QK_INLINE Levels choose_levels(const Rule& rule, const float* row, const uint32_t* members, const float* importance,
                                uint32_t from, uint32_t to, float2* stage) {
     const uint32_t lane = threadIdx.x % 32;
@@ -141,7 +141,7 @@ QK_INLINE Levels choose_levels(const Rule& rule, const float* row, const uint32_
                 for (uint32_t k = lane; k < size; k += 32) {
                     const uint32_t at = members ? members[chunk + k] : chunk + k;
                     stage[k].x = row[at];
-                    stage[k].y = importance ? importance[at] : 1.0f;
+                    stage[k].y = importance[at];
                 }
                 __syncwarp();
             }
