@@ -170,7 +170,8 @@ extern "C" __global__ void rope(float* __restrict__ x, const uint32_t* __restric
 // Negative log-likelihood (nats) of each row's target under the softmax of the row; NaN if the row holds one.
 // Launch: grid exactly rows, block a multiple of 32 up to 1024 (256), no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(1024)
-    nll(const float* __restrict__ logits, const uint32_t* __restrict__ targets, float* __restrict__ out, uint32_t vocab) {
+    nll(const float* __restrict__ logits, const uint32_t* __restrict__ targets, float* __restrict__ out,
+        uint32_t vocab) {
     __shared__ float scratch[32];
     const float* row = logits + static_cast<uint64_t>(blockIdx.x) * vocab;
     float best = -INFINITY;

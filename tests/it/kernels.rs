@@ -158,6 +158,31 @@ fn every_kernel_file_has_its_ptx() {
     assert_eq!(sources, stems(&folder().join("ptx"), "ptx"), "`.ci/kernels generate` writes kernels/ptx");
 }
 
+#[test]
+fn every_kernel_file_is_embedded_and_explained() {
+    let readme = read(&folder().join("README.md"));
+    let table = read(&folder().join("../src/backend/cuda/modules.rs"));
+    let found = regex::Regex::new(r"(?s)\nfiles!\((.*?)\)").unwrap().captures(&table).unwrap()[1].to_owned();
+    let embedded: BTreeSet<_> = found.split_whitespace().map(|name| name.trim_matches('"').to_owned()).collect();
+    assert_eq!(kernel_files().into_keys().collect::<BTreeSet<_>>(), embedded, "`files!` in modules.rs");
+    let headers = stems(&folder(), "cuh").into_iter().map(|stem| format!("{stem}.cuh"));
+    for name in headers.chain(embedded.iter().map(|stem| format!("{stem}.cu"))) {
+        assert!(readme.contains(&format!("`{name}`")), "kernels/README.md does not name {name}");
+    }
+}
+
+#[test]
+fn kernels_have_names_of_their_own() {
+    let mut seen = BTreeMap::new();
+    for stem in kernel_files().keys() {
+        for kernel in entries(&ptx(stem)) {
+            if let Some(other) = seen.insert(kernel.clone(), stem.clone()) {
+                panic!("{kernel} is in {other}.cu and in {stem}.cu");
+            }
+        }
+    }
+}
+
 fn sha256(parts: impl IntoIterator<Item = Vec<u8>>) -> String {
     let mut hasher = Sha256::new();
     parts.into_iter().for_each(|part| hasher.update(part));
@@ -213,8 +238,10 @@ fn assembly_stands_in_one_file() {
 
 #[test]
 fn every_kernel_says_how_it_is_launched() {
+    let reference = regex::Regex::new(r"as (\w+)").unwrap();
     for (stem, source) in kernel_files() {
-        // Kernels that follow one another share the comment above the first.
+        let kernels = kernels_in(&source);
+        // Kernels that follow one another share the comment above the first; one may point to another kernel.
         let (mut note, mut in_comment) = (String::new(), false);
         for (number, line) in source.lines().enumerate() {
             if let Some(comment) = line.strip_prefix("//") {
@@ -224,7 +251,8 @@ fn every_kernel_says_how_it_is_launched() {
                 note.push_str(&comment.to_lowercase());
             }
             in_comment = line.starts_with("//");
-            let said = note.contains("grid") && note.contains("block");
+            let points = || reference.captures_iter(&note).any(|found| kernels.contains(&found[1]));
+            let said = note.contains("grid") && note.contains("block") || points();
             let at = number + 1;
             assert!(!line.contains("__global__") || said, "{stem}.cu:{at}: say above it which grid and block it takes");
         }

@@ -4,6 +4,8 @@
 mod architecture;
 mod bad_input;
 mod cli;
+mod cuda;
+mod emulator;
 mod end_to_end;
 mod families;
 mod formats;

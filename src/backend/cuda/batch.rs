@@ -6,7 +6,7 @@ use super::super::{Done, Span};
 use super::device::{Buffer, Device};
 
 /// Queries that one block of the prefill kernels takes.
-pub const QUERIES: usize = 16;
+pub const QUERIES: usize = 64;
 
 /// Where a task's keys are: at consecutive rows, or in the cache of a sequence.
 #[derive(Clone, Copy, PartialEq, Eq)]

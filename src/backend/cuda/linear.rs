@@ -1,9 +1,83 @@
 //! Products with weights, and the sums that calibration gathers.
+//!
+//! Up to [`GEMV_ROWS`] rows, as in decoding, are multiplied in f32. More go to the tensor cores, which take
+//! 16-bit numbers: activations are first split into one or two planes of those. See `kernels/gemm_tile.cuh`.
+
+use std::ffi::c_int;
+use std::sync::Arc;
+
+use cudarc::cublas::result::CublasError;
+use cudarc::cublas::sys::{
+    cublasComputeType_t, cublasFillMode_t, cublasGemmAlgo_t, cublasHandle_t, cublasOperation_t, cublasSsyrk_v2,
+    cudaDataType_t,
+};
+use cudarc::cublas::{CudaBlas, result as cublas};
 
 use super::super::Done;
 use super::super::tensor::Tensor;
-use super::weights::DeviceMatrix;
-use super::{Buffer, Precision};
+use super::weights::{DeviceMatrix, Plane, Quant, UNIT};
+use super::{BLOCK, Buffer, Device, Precision, blocks, floats};
+
+/// Rows that the kernels for decoding take.
+const GEMV_ROWS: usize = 4;
+/// Rows up to which the kernels that spread one output over a block are the better ones.
+const SMALL_ROWS: usize = 64;
+/// Rows and outputs of a block in the kernels for many rows.
+const BIG_TILE: usize = 128;
+/// Rows of a block in the kernels for few rows.
+const SMALL_TILE: usize = 16;
+
+/// A kernel for many rows and its kin for few.
+struct Pair {
+    big: &'static str,
+    small: &'static str,
+    /// Dynamic shared memory of the first.
+    shared: usize,
+    /// Outputs of a block of the second.
+    outputs: usize,
+}
+
+impl Pair {
+    /// The name, grid and dynamic shared memory for `rows` rows and `n` outputs.
+    fn shape(&self, rows: usize, n: usize) -> (&'static str, [usize; 3], usize) {
+        if rows <= SMALL_ROWS {
+            (self.small, [rows.div_ceil(SMALL_TILE), n.div_ceil(self.outputs), 1], 0)
+        } else {
+            (self.big, [rows.div_ceil(BIG_TILE), n.div_ceil(BIG_TILE), 1], self.shared)
+        }
+    }
+}
+
+macro_rules! pair {
+    ($name:literal, $shared:expr, $outputs:expr) => {
+        Pair { big: $name, small: concat!($name, "_small"), shared: $shared, outputs: $outputs }
+    };
+}
+
+fn dense_kernels(plane: Plane, x_planes: usize, w_planes: usize) -> Pair {
+    match (plane, x_planes, w_planes) {
+        (Plane::F16, 1, _) => pair!("gemm_f16_x1", 64 << 10, 32),
+        (Plane::F16, ..) => pair!("gemm_f16_x2", 72 << 10, 32),
+        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", 64 << 10, 32),
+        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", 72 << 10, 32),
+        (Plane::Bf16, ..) => pair!("gemm_bf16_x3", 96 << 10, 32),
+    }
+}
+
+/// Two bf16 planes have the range of f32 and enough bits; of one plane, f16 has eight times the precision.
+fn quant_kernels(bits: u8, precision: Precision) -> Option<(Plane, Pair)> {
+    Some(match (bits, precision) {
+        (2, Precision::Double) => (Plane::Bf16, pair!("gemm_q2_bf16_x2", 64 << 10, 64)),
+        (3, Precision::Double) => (Plane::Bf16, pair!("gemm_q3_bf16_x2", 64 << 10, 64)),
+        (4, Precision::Double) => (Plane::Bf16, pair!("gemm_q4_bf16_x2", 64 << 10, 64)),
+        (8, Precision::Double) => (Plane::Bf16, pair!("gemm_q8_bf16_x2", 64 << 10, 64)),
+        (2, Precision::Single) => (Plane::F16, pair!("gemm_q2_f16_x1", 32 << 10, 64)),
+        (3, Precision::Single) => (Plane::F16, pair!("gemm_q3_f16_x1", 32 << 10, 64)),
+        (4, Precision::Single) => (Plane::F16, pair!("gemm_q4_f16_x1", 32 << 10, 64)),
+        (8, Precision::Single) => (Plane::F16, pair!("gemm_q8_f16_x1", 32 << 10, 64)),
+        _ => return None,
+    })
+}
 
 /// x W' + bias for a weight of `rows` outputs.
 pub fn linear(
@@ -13,23 +87,258 @@ pub fn linear(
     bias: Option<&Buffer>,
     precision: Precision,
 ) -> Done<Tensor> {
-    let _ = (weight, rows, bias, precision);
-    Err(x.buffer().device().failed("to be written"))
+    let out = Tensor::cuda(x.rows, rows, floats(x.buffer().device(), x.rows, rows)?);
+    match weight {
+        DeviceMatrix::Dense { plane, high, low, stride } => {
+            let weight = Planes { plane: *plane, high: high.clone(), low: low.clone(), stride: *stride };
+            dense(x, &weight, bias, precision, &out)?;
+        }
+        DeviceMatrix::Quant(weight) => quant(x, weight, bias, precision, &out)?,
+    }
+    Ok(out)
 }
 
-/// The lower triangle of X'X in f32, on the device of `x`.
+/// A row-major matrix in 16-bit numbers: rounded, or as the sum of two.
+struct Planes {
+    plane: Plane,
+    high: Buffer,
+    low: Option<Buffer>,
+    stride: usize,
+}
+
+impl Planes {
+    /// The planes of activations, columns in the order of `gather`, filled up to `stride`.
+    fn of(
+        x: &Tensor,
+        plane: Plane,
+        precision: Precision,
+        gather: Option<&Buffer>,
+        stride: usize,
+    ) -> Done<Self> {
+        let device = x.buffer().device();
+        let bytes = x.rows * stride * 2;
+        let high = device.alloc(bytes)?;
+        let low = if precision == Precision::Double { Some(device.alloc(bytes)?) } else { None };
+        let kernel = match plane {
+            Plane::F16 => "split_f16",
+            Plane::Bf16 => "split_bf16",
+        };
+        let launch = device.launch(kernel, [x.rows, stride.div_ceil(256), 1], 128).buffer(x.buffer());
+        let launch = launch.buffer(&high).optional(low.as_ref()).optional(gather);
+        launch.u32(x.rows).u32(x.cols).u32(stride).go()?;
+        Ok(Self { plane, high, low, stride })
+    }
+
+    fn count(&self) -> usize {
+        1 + usize::from(self.low.is_some())
+    }
+}
+
+fn dense(x: &Tensor, weight: &Planes, bias: Option<&Buffer>, precision: Precision, out: &Tensor) -> Done<()> {
+    let (device, n) = (x.buffer().device(), out.cols);
+    if x.rows <= GEMV_ROWS {
+        let kernel = match (weight.plane, &weight.low) {
+            (Plane::F16, _) => "gemv_f16",
+            (Plane::Bf16, None) => "gemv_bf16",
+            (Plane::Bf16, Some(_)) => "gemv_f32",
+        };
+        let launch = device.launch(kernel, [n.div_ceil(8), 1, 1], 128).buffer(&weight.high);
+        let launch = if let Some(low) = &weight.low { launch.buffer(low) } else { launch };
+        let launch = launch.buffer(x.buffer()).optional(bias).buffer(out.buffer());
+        return launch.u32(x.rows).u32(n).u32(x.cols).u32(weight.stride).go();
+    }
+    // An f32 weight was not to be rounded; then activations are not either.
+    let precision = if weight.low.is_some() { Precision::Double } else { precision };
+    let x = Planes::of(x, weight.plane, precision, None, weight.stride)?;
+    if let Some(blas) = library(device) {
+        return dense_blas(blas, &x, weight, bias, out);
+    }
+    let kernels = dense_kernels(weight.plane, x.count(), weight.count());
+    let (kernel, grid, shared) = kernels.shape(out.rows, n);
+    let launch = device.launch(kernel, grid, BLOCK).shared(shared).buffer(&x.high).optional(x.low.as_ref());
+    let launch = launch.buffer(&weight.high).optional(weight.low.as_ref()).optional(bias).buffer(out.buffer());
+    launch.u32(out.rows).u32(n).u32(weight.stride).go()
+}
+
+fn quant(x: &Tensor, weight: &Quant, bias: Option<&Buffer>, precision: Precision, out: &Tensor) -> Done<()> {
+    let (device, n) = (x.buffer().device(), out.cols);
+    let unknown = || device.failed(format!("no kernel multiplies {}-bit weights", weight.bits));
+    let gather = weight.gather.as_ref();
+    if x.rows <= GEMV_ROWS {
+        let kernel = match weight.bits {
+            2 => "gemv_q2",
+            3 => "gemv_q3",
+            4 => "gemv_q4",
+            8 => "gemv_q8",
+            _ => return Err(unknown()),
+        };
+        let launch = device.launch(kernel, [n.div_ceil(32), 1, 1], 512);
+        let launch = launch.buffer(&weight.q).buffer(&weight.scales).buffer(&weight.zeros);
+        let launch = launch.buffer(x.buffer()).optional(gather).optional(bias).buffer(out.buffer());
+        return launch.u32(x.rows).u32(n).u32(x.cols).u32(weight.units).u32(weight.units_per_group).go();
+    }
+    let (plane, kernels) = quant_kernels(weight.bits, precision).ok_or_else(unknown)?;
+    let x = Planes::of(x, plane, precision, gather, weight.units * UNIT)?;
+    let (kernel, grid, shared) = kernels.shape(out.rows, n);
+    let launch = device.launch(kernel, grid, BLOCK).shared(shared).buffer(&x.high).optional(x.low.as_ref());
+    let launch = launch.buffer(&weight.q).buffer(&weight.scales).buffer(&weight.zeros);
+    let launch = launch.optional(bias).buffer(out.buffer());
+    launch.u32(out.rows).u32(n).u32(weight.units).u32(weight.units_per_group).go()
+}
+
+/// The lower triangle of X'X in f32, on the device of `x`; what is above it is of no meaning.
 pub fn gram(x: &Tensor) -> Done<Buffer> {
-    Err(x.buffer().device().failed("to be written"))
+    let (device, n) = (x.buffer().device(), x.cols);
+    let out = floats(device, n, n)?;
+    // What is not computed is added up as well, and must be numbers.
+    device.zero(&out)?;
+    match library(device) {
+        Some(blas) => blas_gram(blas, x, &out)?,
+        None => product(device, &out, x.buffer(), x.buffer(), x.rows, n, true)?,
+    }
+    Ok(out)
 }
 
 /// sum += part, f64 += f32, element by element; both on one device.
 pub fn accumulate(sum: &Buffer, part: &Buffer) -> Done<()> {
-    let _ = part;
-    Err(sum.device().failed("to be written"))
+    let n = part.bytes() / 4;
+    sum.device().launch("accumulate", blocks(n), BLOCK).buffer(sum).buffer(part).u64(n).go()
 }
 
 /// X'(O - X) in f32, on the device of `x`.
 pub fn cross(x: &Tensor, original: &Tensor) -> Done<Buffer> {
-    let _ = original;
-    Err(x.buffer().device().failed("to be written"))
+    let (device, n) = (x.buffer().device(), x.cols);
+    let (values, out) = (x.rows * n, floats(device, n, n)?);
+    let original = device.fetch_shared(original.buffer())?;
+    let moved = floats(device, x.rows, n)?;
+    let launch = device.launch("subtract", blocks(values), BLOCK);
+    launch.buffer(&original).buffer(x.buffer()).buffer(&moved).u64(values).go()?;
+    match library(device) {
+        Some(blas) => blas_cross(blas, x, &moved, &out)?,
+        None => product(device, &out, x.buffer(), &moved, x.rows, n, false)?,
+    }
+    Ok(out)
+}
+
+/// out = a' b for row-major a and b `[rows, n]`, in f32 without tensor cores.
+fn product(device: &Arc<Device>, out: &Buffer, a: &Buffer, b: &Buffer, rows: usize, n: usize, lower: bool) -> Done<()> {
+    let launch = device.launch("sgemm", [n.div_ceil(128), n.div_ceil(64), 1], BLOCK);
+    let launch = launch.buffer(out).buffer(a).buffer(b).u32(n).u32(n).u32(rows).u64(n);
+    launch.u64(1).u64(n).u64(n).u64(1).f32(1.0).i32(0).i32(i32::from(lower)).go()
+}
+
+// ---- cuBLAS. Its matrices are column-major: a row-major matrix is the transpose of what it sees.
+
+/// cuBLAS, where it is there and may be used. It allocates as it likes, so a recording does without.
+fn library(device: &Arc<Device>) -> Option<&CudaBlas> {
+    let recording = device.recorder().is_some();
+    device.blas.as_ref().filter(|_| !recording)
+}
+
+fn handle(blas: &CudaBlas, device: &Device) -> Done<cublasHandle_t> {
+    device.bind()?;
+    Ok(*blas.handle())
+}
+
+fn failed(device: &Device, error: CublasError) -> super::super::DeviceError {
+    device.failed(format!("cuBLAS: {error}"))
+}
+
+/// The planes' products one after the other, large ones first.
+fn dense_blas(blas: &CudaBlas, x: &Planes, weight: &Planes, bias: Option<&Buffer>, out: &Tensor) -> Done<()> {
+    let device = out.buffer().device();
+    let handle = handle(blas, device)?;
+    let (rows, n, k) = (out.rows as c_int, out.cols as c_int, weight.stride as c_int);
+    let kind = match weight.plane {
+        Plane::F16 => cudaDataType_t::CUDA_R_16F,
+        Plane::Bf16 => cudaDataType_t::CUDA_R_16BF,
+    };
+    let mut products = vec![(&x.high, &weight.high)];
+    products.extend(x.low.as_ref().map(|low| (low, &weight.high)));
+    products.extend(weight.low.as_ref().map(|low| (&x.high, low)));
+    for (i, (x, w)) in products.into_iter().enumerate() {
+        let (alpha, beta) = (1.0f32, if i == 0 { 0.0f32 } else { 1.0 });
+        // SAFETY: w is [n][k], x [rows][k] and out [rows][n], all alive; the factors are read before it returns.
+        unsafe {
+            cublas::gemm_ex(
+                handle,
+                cublasOperation_t::CUBLAS_OP_T,
+                cublasOperation_t::CUBLAS_OP_N,
+                n,
+                rows,
+                k,
+                (&raw const alpha).cast(),
+                w.pointer() as *const _,
+                kind,
+                k,
+                x.pointer() as *const _,
+                kind,
+                k,
+                (&raw const beta).cast(),
+                out.buffer().pointer() as *mut _,
+                cudaDataType_t::CUDA_R_32F,
+                n,
+                cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+            )
+        }
+        .map_err(|e| failed(device, e))?;
+    }
+    let Some(bias) = bias else { return Ok(()) };
+    let launch = device.launch("add_row", [out.rows, out.cols.div_ceil(BLOCK), 1], BLOCK);
+    launch.buffer(out.buffer()).buffer(bias).u64(out.rows * out.cols).u32(out.cols).go()
+}
+
+/// The lower triangle of X'X: to cuBLAS, the upper one of the product of X' with its transpose.
+fn blas_gram(blas: &CudaBlas, x: &Tensor, out: &Buffer) -> Done<()> {
+    let device = out.device();
+    let handle = handle(blas, device)?;
+    let (rows, n) = (x.rows as c_int, x.cols as c_int);
+    let (alpha, beta) = (1.0f32, 0.0f32);
+    // SAFETY: x is [rows][n] and out [n][n], both alive; the factors are read before it returns.
+    unsafe {
+        cublasSsyrk_v2(
+            handle,
+            cublasFillMode_t::CUBLAS_FILL_MODE_UPPER,
+            cublasOperation_t::CUBLAS_OP_N,
+            n,
+            rows,
+            &alpha,
+            x.buffer().pointer() as *const f32,
+            n,
+            &beta,
+            out.pointer() as *mut f32,
+            n,
+        )
+    }
+    .result()
+    .map_err(|e| failed(device, e))
+}
+
+/// X' `moved`: to cuBLAS, its transpose.
+fn blas_cross(blas: &CudaBlas, x: &Tensor, moved: &Buffer, out: &Buffer) -> Done<()> {
+    let device = out.device();
+    let handle = handle(blas, device)?;
+    let (rows, n) = (x.rows as c_int, x.cols as c_int);
+    let (alpha, beta) = (1.0f32, 0.0f32);
+    // SAFETY: x and moved are [rows][n] and out [n][n], all alive; the factors are read before it returns.
+    unsafe {
+        cublas::sgemm(
+            handle,
+            cublasOperation_t::CUBLAS_OP_N,
+            cublasOperation_t::CUBLAS_OP_T,
+            n,
+            n,
+            rows,
+            &alpha,
+            moved.pointer() as *const f32,
+            n,
+            x.buffer().pointer() as *const f32,
+            n,
+            &beta,
+            out.pointer() as *mut f32,
+            n,
+        )
+    }
+    .map_err(|e| failed(device, e))
 }

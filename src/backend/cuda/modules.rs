@@ -18,7 +18,10 @@ macro_rules! files {
     };
 }
 
-files!("elementwise");
+files!(
+    "attention_64" "attention_128" "attention_256" "attention_combine" "cache" "elementwise" "gemm" "gemv" "quant_2"
+    "quant_3" "quant_4" "quant_8" "simt"
+);
 
 /// Names of the kernels in a PTX text.
 pub fn entries(ptx: &str) -> impl Iterator<Item = &str> {

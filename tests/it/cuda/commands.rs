@@ -139,7 +139,7 @@ fn drivers_that_are_too_old_and_memory_that_is_too_small() {
     }
     let scene = Scene::demo();
     let generate = ["generate", "--prompt", "It", "--max-tokens", "1", "--device"];
-    let old = [("QUANTKIT_EMULATOR_DRIVER_VERSION", "12010")];
+    let old = [("QUANTKIT_EMULATOR_DRIVER", "12010")];
     let on = |device, settings: &[(&str, &str)]| run(&scene, &[&generate[..], &[device]].concat(), true, settings);
     on("cuda:0", &old).ended(3).says(&["the CUDA driver is too old: it knows CUDA 12.1, and 12.2 is needed"]);
     on("auto", &old).ok().says(&["computing on the CPU: the CUDA driver is too old"]);

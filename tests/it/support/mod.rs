@@ -1,6 +1,7 @@
 //! What several tests share.
 
 pub mod command;
+pub mod emulator;
 pub mod hub_server;
 pub mod scene;
 

@@ -1,0 +1,16 @@
+// Attention for head dimensions up to 256 (even). A file for each size: the driver translates only what a model needs.
+#include "attention_decode.cuh"
+#include "attention_prefill.cuh"
+
+// Prefill over f32 rows or the cache. Launch: grid (tasks, heads), block 128 (PREFILL_THREADS), dynamic shared memory
+// 4 * (PREFILL_ROWS * 256 + PLANES * PREFILL_KEYS * 256 + 2 * PREFILL_KEYS) bytes; 64 rows, 16 keys, 2 planes for rows, else 1
+// plane; the last term for i8 only.
+extern "C" __global__ void __launch_bounds__(128) attention_rows_256(ROWS_PARAMETERS) { ROWS_BODY(256) }
+extern "C" __global__ void __launch_bounds__(128) attention_pages_f16_256(PAGES_PARAMETERS) { PAGES_BODY(F16, 256) }
+extern "C" __global__ void __launch_bounds__(128) attention_pages_e4m3_256(PAGES_PARAMETERS) { PAGES_BODY(E4m3, 256) }
+extern "C" __global__ void __launch_bounds__(128) attention_pages_i8_256(PAGES_PARAMETERS) { PAGES_BODY(I8, 256) }
+
+// Decoding, to be followed by attention_combine. Launch: grid (kv_heads, splits, sequences), block 128.
+extern "C" __global__ void __launch_bounds__(128) attention_decode_f16_256(DECODE_PARAMETERS) { DECODE_BODY(F16, 256) }
+extern "C" __global__ void __launch_bounds__(128) attention_decode_e4m3_256(DECODE_PARAMETERS) { DECODE_BODY(E4m3, 256) }
+extern "C" __global__ void __launch_bounds__(128) attention_decode_i8_256(DECODE_PARAMETERS) { DECODE_BODY(I8, 256) }

@@ -1,0 +1,264 @@
+// Device and pinned memory. Every allocation lies between inaccessible pages; the slack that alignment leaves
+// inside them holds a canary. Freed addresses stay inaccessible for a long time.
+#include "runtime.h"
+
+#include <deque>
+#include <map>
+#include <sys/mman.h>
+
+namespace emu {
+
+namespace {
+
+constexpr size_t PAGE = 4096, ALIGN = 256, FREED_KEPT = 4096;
+constexpr size_t FILLED_WHOLE = 16u << 20, FILLED_ENDS = 1u << 20;
+constexpr char FRESH = char(0xff), CANARY = char(0xa5);
+
+struct Freed {
+    Address start;
+    size_t bytes;
+    char* map;
+    size_t map_bytes;
+    int device;
+};
+
+struct Tables {
+    std::map<Address, Allocation> live;
+    std::deque<Freed> freed;
+    size_t used[MAX_DEVICES] = {};
+    int opened_for = -1;
+    bool several_devices = false;
+    // Fault handlers look here too, from pool threads that do not hold the driver's lock.
+    std::mutex lock;
+};
+Tables& tables() {
+    static auto* tables = new Tables;
+    return *tables;
+}
+
+void set_open(Allocation& allocation, bool open) {
+    if (allocation.open == open) return;
+    mprotect(allocation.map + PAGE, allocation.map_bytes - 2 * PAGE, open ? PROT_READ | PROT_WRITE : PROT_NONE);
+    allocation.open = open;
+}
+
+Allocation* holder(Address address) {
+    auto& live = tables().live;
+    auto after = live.upper_bound(address);
+    if (after == live.begin()) return nullptr;
+    Allocation& candidate = (--after)->second;
+    return address <= candidate.start + candidate.bytes ? &candidate : nullptr;
+}
+
+}  // namespace
+
+size_t memory_limit() { return size_t(setting("QUANTKIT_EMULATOR_MEMORY_MB", 4096)) << 20; }
+size_t memory_used(int device) { return tables().used[device]; }
+
+int allocate(int device, size_t bytes, Address* start) {
+    auto& all = tables();
+    if (bytes == 0) return INVALID_VALUE;
+    if (device >= 0 && all.used[device] + bytes > memory_limit()) return OUT_OF_MEMORY;
+    const size_t body = (bytes + PAGE - 1) / PAGE * PAGE, map_bytes = body + 2 * PAGE;
+    void* place = mmap(nullptr, map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (place == MAP_FAILED) return OUT_OF_MEMORY;
+    auto* map = static_cast<char*>(place);
+    if (mprotect(map + PAGE, body, PROT_READ | PROT_WRITE)) {
+        munmap(map, map_bytes);
+        return OUT_OF_MEMORY;
+    }
+    // As near to the page behind it as alignment allows.
+    char* user = map + PAGE + (body - bytes) / ALIGN * ALIGN;
+    memset(map + PAGE, CANARY, size_t(user - map) - PAGE);
+    memset(user + bytes, CANARY, size_t(map + PAGE + body - user) - bytes);
+    if (bytes <= FILLED_WHOLE) {
+        memset(user, FRESH, bytes);
+    } else {
+        memset(user, FRESH, FILLED_ENDS);
+        memset(user + bytes - FILLED_ENDS, FRESH, FILLED_ENDS);
+    }
+    std::lock_guard<std::mutex> hold(all.lock);
+    Allocation& made = all.live[Address(user)] = {Address(user), bytes, map, map_bytes, device, true};
+    if (device >= 0) {
+        all.used[device] += bytes;
+        for (int other = 0; other < MAX_DEVICES; ++other) all.several_devices |= other != device && all.used[other] > 0;
+        if (all.opened_for >= 0 && !peer_allowed(all.opened_for, device)) set_open(made, false);
+    }
+    *start = Address(user);
+    return SUCCESS;
+}
+
+int release(Address start) {
+    auto& all = tables();
+    auto found = all.live.find(start);
+    if (found == all.live.end()) {
+        report(format("free of 0x%llx, which is not the start of an allocation", start));
+        return INVALID_VALUE;
+    }
+    Allocation allocation = found->second;
+    set_open(allocation, true);
+    const bool whole = canaries_whole(allocation, "found when it was freed");
+    // The addresses stay taken, the memory is given back.
+    mmap(allocation.map, allocation.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    std::lock_guard<std::mutex> hold(all.lock);
+    all.live.erase(found);
+    if (allocation.device >= 0) all.used[allocation.device] -= allocation.bytes;
+    all.freed.push_back({allocation.start, allocation.bytes, allocation.map, allocation.map_bytes, allocation.device});
+    if (all.freed.size() > FREED_KEPT) {
+        munmap(all.freed.front().map, all.freed.front().map_bytes);
+        all.freed.pop_front();
+    }
+    if (!whole) make_sticky(allocation.device, ILLEGAL_ADDRESS);
+    return whole ? SUCCESS : ILLEGAL_ADDRESS;
+}
+
+Allocation* holding(Address start, size_t bytes) {
+    Allocation* allocation = holder(start);
+    return allocation && start + bytes <= allocation->start + allocation->bytes ? allocation : nullptr;
+}
+
+bool usable(int device, Address start, size_t bytes, const char* operation) {
+    if (bytes == 0) return true;
+    const Allocation* allocation = holding(start, bytes);
+    if (!allocation) {
+        report(format("%s: %zu bytes from ", operation, bytes) + describe_address(start) + " do not lie in one allocation");
+        return false;
+    }
+    if (allocation->device != HOST && !peer_allowed(device, allocation->device)) {
+        report(format("%s: memory of device %d used by device %d without peer access", operation, allocation->device, device));
+        return false;
+    }
+    return true;
+}
+
+void open_for(int device) {
+    auto& all = tables();
+    if (all.opened_for == device || !all.several_devices) return;
+    all.opened_for = device;
+    for (auto& [start, allocation] : all.live)
+        set_open(allocation, device < 0 || allocation.device < 0 || peer_allowed(device, allocation.device));
+}
+
+Opened::Opened(Allocation* allocation) : allocation(allocation), close(allocation && !allocation->open) {
+    if (close) set_open(*allocation, true);
+}
+Opened::~Opened() {
+    if (close) set_open(*allocation, false);
+}
+
+bool canaries_whole(const Allocation& allocation, const char* when) {
+    if (!allocation.open) return true;
+    const char *user = reinterpret_cast<const char*>(allocation.start), *end = user + allocation.bytes;
+    const char* last = allocation.map + allocation.map_bytes - PAGE;
+    for (const char* at = end; at < last; ++at) {
+        if (*at == CANARY) continue;
+        report(format("write %zd bytes past the end of an allocation of %zu bytes, %s", at - end, allocation.bytes, when));
+        return false;
+    }
+    for (const char* at = user; at-- > allocation.map + PAGE;) {
+        if (*at == CANARY) continue;
+        report(format("write %zd bytes before an allocation of %zu bytes, %s", user - at, allocation.bytes, when));
+        return false;
+    }
+    return true;
+}
+
+std::string describe_address(Address address) {
+    auto& all = tables();
+    std::lock_guard<std::mutex> hold(all.lock);
+    const std::string at = format("0x%llx", address);
+    if (address < PAGE) return at + " (a null pointer)";
+    for (auto freed = all.freed.rbegin(); freed != all.freed.rend(); ++freed)
+        if (address >= Address(freed->map) && address < Address(freed->map) + freed->map_bytes)
+            return at + format(", %lld bytes into freed memory of %zu bytes", (long long)(address - freed->start), freed->bytes);
+    for (auto& [start, allocation] : all.live) {
+        if (address < Address(allocation.map) || address >= Address(allocation.map) + allocation.map_bytes) continue;
+        if (address >= start + allocation.bytes)
+            return at + format(", %lld bytes past the end of an allocation of %zu bytes", (long long)(address - start - allocation.bytes), allocation.bytes);
+        if (address < start)
+            return at + format(", %lld bytes before an allocation of %zu bytes", (long long)(start - address), allocation.bytes);
+        if (!allocation.open)
+            return at + format(", which is memory of device %d, without peer access", allocation.device);
+        return at + format(", %lld bytes into an allocation of %zu bytes", (long long)(address - start), allocation.bytes);
+    }
+    return at + ", which belongs to no allocation";
+}
+
+}  // namespace emu
+
+using namespace emu;
+
+// ---- Entry points for allocation.
+
+EMU_API int cuMemGetInfo_v2(size_t* free, size_t* total) {
+    Locked hold(driver_lock());
+    if (current_device() < 0) return INVALID_CONTEXT;
+    *total = memory_limit();
+    *free = *total > memory_used(current_device()) ? *total - memory_used(current_device()) : 0;
+    return SUCCESS;
+}
+EMU_API int cuMemAlloc_v2(Address* start, size_t bytes) {
+    Locked hold(driver_lock());
+    if (int code = sticky(current_device())) return code;
+    if (capture_forbids()) return CAPTURE_UNSUPPORTED;
+    return allocate(current_device(), bytes, start);
+}
+EMU_API int cuMemFree_v2(Address start) {
+    Locked hold(driver_lock());
+    if (start == 0) return SUCCESS;
+    if (capture_forbids()) return CAPTURE_UNSUPPORTED;
+    // Waits for the device, as the driver does.
+    if (const Allocation* allocation = holding(start, 0); allocation && allocation->device >= 0) drain_device(allocation->device);
+    return release(start);
+}
+EMU_API int cuMemAllocAsync(Address* start, size_t bytes, void* handle) {
+    Locked hold(driver_lock());
+    Stream* stream = stream_of(handle);
+    if (!stream) return INVALID_HANDLE;
+    if (int code = sticky(device_of(stream))) return code;
+    if (capturing(stream)) {
+        report("cuMemAllocAsync on a stream that is being captured: the emulator has no allocation nodes");
+        return NOT_SUPPORTED;
+    }
+    return allocate(device_of(stream), bytes, start);
+}
+EMU_API int cuMemFreeAsync(Address start, void* handle) {
+    Locked hold(driver_lock());
+    Stream* stream = stream_of(handle);
+    if (!stream) return INVALID_HANDLE;
+    if (capturing(stream)) {
+        report("cuMemFreeAsync on a stream that is being captured: the emulator has no allocation nodes");
+        return NOT_SUPPORTED;
+    }
+    return submit(stream, [start] { release(start); });
+}
+EMU_API int cuMemHostAlloc(void** place, size_t bytes, unsigned) {
+    Locked hold(driver_lock());
+    Address start = 0;
+    const int code = allocate(HOST, bytes, &start);
+    *place = reinterpret_cast<void*>(start);
+    return code;
+}
+EMU_API int cuMemAllocHost_v2(void** place, size_t bytes) { return cuMemHostAlloc(place, bytes, 0); }
+EMU_API int cuMemFreeHost(void* place) {
+    Locked hold(driver_lock());
+    // Queued copies may still use it: the driver waits for all devices.
+    for (int device = 0; device < device_count(); ++device) drain_device(device);
+    return release(Address(place));
+}
+
+// ---- The one memory pool of each device: its settings change nothing here.
+
+EMU_API int cuDeviceGetDefaultMemPool(void** pool, int device) {
+    static char pools[MAX_DEVICES];
+    if (device < 0 || device >= device_count()) return INVALID_DEVICE;
+    *pool = &pools[device];
+    return SUCCESS;
+}
+EMU_API int cuDeviceGetMemPool(void** pool, int device) { return cuDeviceGetDefaultMemPool(pool, device); }
+EMU_API int cuMemPoolSetAttribute(void*, int, void*) { return SUCCESS; }
+EMU_API int cuMemPoolGetAttribute(void*, int, void* value) {
+    memset(value, 0, 8);
+    return SUCCESS;
+}
+EMU_API int cuMemPoolTrimTo(void*, size_t) { return SUCCESS; }

@@ -1,0 +1,302 @@
+//! Builds the CPU emulator of CUDA (`tests/cuda_emulator`) with the kernels of `kernels/` in it, and puts it in the
+//! place of the driver. With `QUANTKIT_TEST_GPU=1` the machine's own driver serves instead.
+
+use std::ffi::{CStr, CString, c_char};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, OnceLock};
+use std::{env, fs, io};
+
+use libloading::Library;
+use regex::Regex;
+use sha2::{Digest, Sha256};
+
+/// Sums are never contracted: what the kernels fuse, they fuse by name. `-mtls-dialect=gnu2` must not be added:
+/// glibc 2.36 then loses vector registers.
+const FLAGS: &[&str] =
+    &["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-w"];
+/// The twins of the tensor cores and cuBLAS are the emulator's own arithmetic: as fast as it gets.
+const FAST: &[(&str, &[&str])] =
+    &[("tensor", &["-O3", "-ffp-contract=fast"]), ("cublas", &["-O3", "-ffp-contract=fast"])];
+/// Out-of-range indices of static arrays and misaligned vectors; the emulator reports them.
+const CHECKED: &[&str] = &["-fsanitize=bounds,alignment"];
+
+/// Whether the tests use the machine's GPU.
+pub fn on_gpu() -> bool {
+    env::var("QUANTKIT_TEST_GPU").is_ok_and(|v| v == "1")
+}
+
+/// Loads the emulator as this process's CUDA driver, once, before the first CUDA call. Settings in the
+/// environment (`QUANTKIT_EMULATOR_...`, see its README) are those the process was started with.
+pub fn preload() {
+    if !on_gpu() {
+        library();
+    }
+}
+
+/// A folder with the emulator under the names of the driver and of cuBLAS, for `LD_LIBRARY_PATH` of child
+/// processes; with `cublas: false` it has the driver alone.
+pub fn library_path(cublas: bool) -> PathBuf {
+    built(checked()).join(if cublas { "cublas" } else { "plain" })
+}
+
+/// PTX without code that declares the entries of a kernel file, for `cuModuleLoadData`.
+pub fn ptx_of(file: &str) -> String {
+    let file = CString::new(file).unwrap();
+    let mut text = vec![0u8; 1 << 20];
+    // SAFETY: the function has this signature and writes at most as many bytes as it is told.
+    let length = unsafe {
+        let describe =
+            library().get::<unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> usize>(b"emu_ptx_of").unwrap();
+        describe(file.as_ptr(), text.as_mut_ptr().cast(), text.len())
+    };
+    text.truncate(length);
+    String::from_utf8(text).unwrap()
+}
+
+/// What the emulator reported last, or nothing.
+pub fn last_report() -> String {
+    // SAFETY: the function has this signature; its text is copied before any other call of this thread.
+    unsafe {
+        let report = library().get::<unsafe extern "C" fn() -> *const c_char>(b"emu_last_report").unwrap();
+        CStr::from_ptr(report()).to_string_lossy().into_owned()
+    }
+}
+
+/// Whether the kernels are to be built with checks of indices and alignment.
+fn checked() -> bool {
+    env::var("QUANTKIT_EMULATOR_CHECKED").is_ok_and(|v| v == "1")
+}
+
+/// The loaded emulator; it stays for the life of the process.
+fn library() -> &'static Library {
+    static LOADED: OnceLock<(Library, Option<Library>)> = OnceLock::new();
+    let (driver, _) = LOADED.get_or_init(|| {
+        let folder = library_path(true);
+        // By absolute path; a later dlopen("libcuda.so") finds what is loaded by its soname.
+        // SAFETY: the library's initialisers register kernels and do nothing else.
+        let driver = unsafe { Library::new(folder.join("libcuda.so")) }.unwrap();
+        let wanted = env::var("QUANTKIT_EMULATOR_CUBLAS").map_or(true, |v| v != "0");
+        // SAFETY: an empty library that depends on the one just loaded.
+        let cublas = wanted.then(|| unsafe { Library::new(folder.join("libcublas.so")) }.unwrap());
+        (driver, cublas)
+    });
+    driver
+}
+
+// ---- Building: objects are kept by the hash of all that went into them, libraries by that of their objects.
+
+/// One compilation.
+struct Unit {
+    name: String,
+    source: PathBuf,
+    flags: Vec<String>,
+    kernels: bool,
+}
+
+/// The folder with the finished libraries.
+fn built(checked: bool) -> PathBuf {
+    static PLAIN: OnceLock<PathBuf> = OnceLock::new();
+    static CHECKED: OnceLock<PathBuf> = OnceLock::new();
+    let cell = if checked { &CHECKED } else { &PLAIN };
+    cell.get_or_init(|| build(checked).unwrap_or_else(|e| panic!("the CUDA emulator could not be built: {e}"))).clone()
+}
+
+fn build(checked: bool) -> Result<PathBuf, String> {
+    let version = output(compiler().arg("--version"))
+        .map_err(|e| format!("{e}\nIt needs g++ 9 or later (set CXX for another name). Debian: apt-get install g++"))?;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let units = units(root, checked)?;
+    // What any unit may include.
+    let mut common = Sha256::new();
+    common.update(&version);
+    for header in files(
+        &[&root.join("tests/cuda_emulator"), &root.join("tests/cuda_emulator/include"), &root.join("kernels")],
+        &["h", "cuh"],
+    )? {
+        common.update(read(&header)?);
+    }
+    let work = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-emulator");
+    fs::create_dir_all(work.join("objects")).map_err(|e| format!("{}: {e}", work.display()))?;
+
+    let objects = compile(&units, &common, &work.join("objects"))?;
+    let mut all = Sha256::new();
+    for object in &objects {
+        all.update(object.as_os_str().as_encoded_bytes());
+    }
+    let folder = work.join(hex(all));
+    if !folder.is_dir() {
+        link(&objects, &folder)?;
+    }
+    Ok(folder)
+}
+
+/// The emulator's files, then the kernel files and the emulator's own test kernels.
+fn units(root: &Path, checked: bool) -> Result<Vec<Unit>, String> {
+    let emulator = root.join("tests/cuda_emulator");
+    let mut common: Vec<String> = FLAGS.iter().map(|f| f.to_string()).collect();
+    for folder in [emulator.join("include"), root.join("kernels")] {
+        common.push(format!("-I{}", folder.display()));
+    }
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
+        common.push("-march=x86-64-v3".into());
+    }
+    let unit = |source: PathBuf, kernels: bool| {
+        let name = source.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let mut flags = common.clone();
+        if kernels {
+            flags.extend(["-include", "cuda_emulator.h"].map(String::from));
+            flags.extend(checked.then_some(CHECKED).into_iter().flatten().map(|f| f.to_string()));
+        } else if let Some((_, more)) = FAST.iter().find(|(fast, _)| *fast == name) {
+            flags.extend(more.iter().map(|f| f.to_string()));
+        }
+        Unit { name, source, flags, kernels }
+    };
+    let own = files(&[&emulator], &["cpp"])?.into_iter().map(|f| unit(f, false));
+    let kernels = files(&[&root.join("kernels"), &emulator], &["cu"])?.into_iter().map(|f| unit(f, true));
+    // The long ones first.
+    Ok(kernels.chain(own).collect())
+}
+
+/// Compiles what has not been, on as many threads as there are processors.
+fn compile(units: &[Unit], common: &Sha256, objects: &Path) -> Result<Vec<PathBuf>, String> {
+    let todo = Mutex::new(units.iter().enumerate());
+    let done: Vec<OnceLock<Result<PathBuf, String>>> = units.iter().map(|_| OnceLock::new()).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, |n| n.get()) {
+            scope.spawn(|| {
+                loop {
+                    let next = todo.lock().unwrap().next();
+                    let Some((i, unit)) = next else { break };
+                    done[i].set(object(unit, common, objects)).unwrap();
+                }
+            });
+        }
+    });
+    done.into_iter().map(|result| result.into_inner().unwrap()).collect()
+}
+
+fn object(unit: &Unit, common: &Sha256, objects: &Path) -> Result<PathBuf, String> {
+    let mut hash = common.clone();
+    hash.update(unit.flags.join(" "));
+    hash.update(&unit.name);
+    hash.update(read(&unit.source)?);
+    let object = objects.join(format!("{}-{}.o", unit.name, hex(hash)));
+    if object.is_file() {
+        return Ok(object);
+    }
+    // Other test processes may build the same: each writes a file of its own and renames it.
+    let scratch = objects.join(format!("{}-{}.cpp", unit.name, std::process::id()));
+    let unfinished = scratch.with_extension("o");
+    let mut source = &unit.source;
+    if unit.kernels {
+        let include = format!("#include \"{}\"\n", unit.source.display());
+        write(&scratch, &include)?;
+        let mut scan = compiler();
+        let preprocessed = output(scan.args(&unit.flags).args(["-E", "-P", "-DEMU_SCAN"]).arg(&scratch))?;
+        let mut text = format!("#define EMU_FILE \"{}\"\n{include}", unit.name);
+        for kernel in kernels(&String::from_utf8_lossy(&preprocessed)) {
+            text += &format!("EMU_REGISTER({kernel})\n");
+        }
+        write(&scratch, &text)?;
+        source = &scratch;
+    }
+    output(compiler().args(&unit.flags).arg("-c").arg(source).arg("-o").arg(&unfinished))?;
+    fs::remove_file(&scratch).ok();
+    fs::rename(&unfinished, &object).map_err(|e| format!("{}: {e}", object.display()))?;
+    Ok(object)
+}
+
+/// Names of the kernels in preprocessed text, in which macros have been expanded.
+fn kernels(text: &str) -> Vec<&str> {
+    let pattern = Regex::new(r"\bemu_kernel_follows\s+(?:void\s+)?(\w+)\s*\(").unwrap();
+    let mut names: Vec<&str> = pattern.captures_iter(text).map(|found| found.get(1).unwrap().as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    names
+}
+
+/// The emulator with the driver's soname, and empty libraries with cuBLAS's sonames that depend on it.
+fn link(objects: &[PathBuf], folder: &Path) -> Result<(), String> {
+    let scratch = folder.with_extension(std::process::id().to_string());
+    let (with, without) = (scratch.join("cublas"), scratch.join("plain"));
+    for place in [&with, &without] {
+        fs::create_dir_all(place).map_err(|e| format!("{}: {e}", place.display()))?;
+    }
+    output(
+        compiler()
+            .args(["-shared", "-pthread", "-Wl,-soname,libcuda.so", "-Wl,-z,defs", "-o"])
+            .arg(with.join("libcuda.so"))
+            .args(objects),
+    )?;
+    let empty = scratch.join("empty.cpp");
+    write(&empty, "")?;
+    for name in ["libcublas.so", "libcublas.so.13", "libcublas.so.12"] {
+        output(
+            compiler()
+                .args(["-shared", "-fPIC", "-Wl,--no-as-needed", "-nostdlib"])
+                .arg(format!("-Wl,-soname,{name}"))
+                .arg("-o")
+                .arg(with.join(name))
+                .arg(&empty)
+                .arg(format!("-L{}", with.display()))
+                .arg("-lcuda"),
+        )?;
+    }
+    fs::copy(with.join("libcuda.so"), without.join("libcuda.so")).map_err(|e| format!("libcuda.so: {e}"))?;
+    for place in [&with, &without] {
+        std::os::unix::fs::symlink("libcuda.so", place.join("libcuda.so.1"))
+            .map_err(|e| format!("libcuda.so.1: {e}"))?;
+    }
+    // Somebody else may have been quicker.
+    if fs::rename(&scratch, folder).is_err() {
+        fs::remove_dir_all(&scratch).ok();
+    }
+    if folder.is_dir() { Ok(()) } else { Err(format!("{} could not be made", folder.display())) }
+}
+
+fn compiler() -> Command {
+    Command::new(env::var("CXX").unwrap_or_else(|_| "g++".into()))
+}
+
+/// The output of a command that succeeds.
+fn output(command: &mut Command) -> Result<Vec<u8>, String> {
+    let line = format!("{command:?}").replace('"', "");
+    let result = match command.output() {
+        Ok(result) => result,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Err(format!("`{}` was not found", command.get_program().to_string_lossy()));
+        }
+        Err(e) => return Err(format!("{}: {e}", line)),
+    };
+    let words = String::from_utf8_lossy(&result.stderr).into_owned();
+    if result.status.success() { Ok(result.stdout) } else { Err(format!("{}\n{words}", line)) }
+}
+
+/// Files with one of the extensions in the folders themselves, sorted.
+fn files(folders: &[&Path], extensions: &[&str]) -> Result<Vec<PathBuf>, String> {
+    let mut found = Vec::new();
+    for folder in folders {
+        for entry in fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))? {
+            let path = entry.map_err(|e| format!("{}: {e}", folder.display()))?.path();
+            if path.extension().is_some_and(|e| extensions.iter().any(|wanted| e == *wanted)) {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    fs::read(path).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+fn hex(hash: Sha256) -> String {
+    hash.finalize().iter().take(12).map(|byte| format!("{byte:02x}")).collect()
+}
