@@ -87,6 +87,15 @@ impl Tensor {
         }
     }
 
+    /// Whether nobody else holds the memory, so that it may be written in place. Parameters never may.
+    pub(super) fn is_unique(&self) -> bool {
+        match &self.storage {
+            Storage::Host(_) => true,
+            Storage::Cuda(buffer) => buffer.is_unique(),
+            Storage::Everywhere(_) => false,
+        }
+    }
+
     /// The device memory on `device`. Panics like [`Self::buffer`].
     pub(super) fn buffer_on(&self, device: &Device) -> &Buffer {
         match &self.storage {

@@ -10,6 +10,10 @@ use rayon::prelude::*;
 const TILE: usize = 192;
 /// Rows of a Gram matrix per task.
 const BAND: usize = TILE / 2;
+/// Columns of a Gram matrix that are computed at once.
+const GRAM_TILE: usize = TILE;
+/// Rows whose products are summed in f32.
+const GRAM_ROWS: usize = 256;
 /// Output rows per task.
 const CHUNK: usize = 1024;
 
@@ -118,20 +122,23 @@ pub fn linear(
     });
 }
 
-/// Adds the lower triangle of X'X to `acc` (`k` x `k`, row-major). Sums within a call are f32, between
-/// calls f64.
+/// Adds the lower triangle of X'X to `acc` (`k` x `k`, row-major). Products of [`GRAM_ROWS`] rows are summed in
+/// f32, the rest in f64: what calibration rounds off decides codes.
 pub fn add_gram(x: &[f32], t: usize, k: usize, acc: &mut [f64]) {
     assert!(x.len() == t * k && acc.len() == k * k);
     // Lower bands are longer; taking them first leaves the short ones to fill gaps.
     acc.par_chunks_mut(BAND * k).enumerate().rev().for_each_init(Vec::new, |buffer: &mut Vec<f32>, (i, band)| {
         let rows = i * BAND..i * BAND + band.len() / k;
-        for start in (0..rows.end).step_by(TILE) {
-            let cols = start..(start + TILE).min(rows.end);
-            buffer.resize(rows.len() * cols.len(), 0.0);
-            product(buffer, cols.len(), false, 1.0, columns(x, t, k, &rows).t(), columns(x, t, k, &cols));
-            for (r, line) in buffer.chunks_exact(cols.len()).enumerate() {
-                for (a, b) in band[r * k + cols.start..].iter_mut().zip(line) {
-                    *a += *b as f64;
+        for x in x.chunks(GRAM_ROWS * k) {
+            let t = x.len() / k;
+            for start in (0..rows.end).step_by(GRAM_TILE) {
+                let cols = start..(start + GRAM_TILE).min(rows.end);
+                buffer.resize(rows.len() * cols.len(), 0.0);
+                product(buffer, cols.len(), false, 1.0, columns(x, t, k, &rows).t(), columns(x, t, k, &cols));
+                for (r, line) in buffer.chunks_exact(cols.len()).enumerate() {
+                    for (a, b) in band[r * k + cols.start..].iter_mut().zip(line) {
+                        *a += *b as f64;
+                    }
                 }
             }
         }

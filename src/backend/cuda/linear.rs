@@ -8,8 +8,7 @@ use std::sync::Arc;
 
 use cudarc::cublas::result::CublasError;
 use cudarc::cublas::sys::{
-    cublasComputeType_t, cublasFillMode_t, cublasGemmAlgo_t, cublasHandle_t, cublasOperation_t, cublasSsyrk_v2,
-    cudaDataType_t,
+    cublasComputeType_t, cublasGemmAlgo_t, cublasHandle_t, cublasOperation_t, cudaDataType_t,
 };
 use cudarc::cublas::{CudaBlas, result as cublas};
 
@@ -180,22 +179,20 @@ fn quant(x: &Tensor, weight: &Quant, bias: Option<&Buffer>, precision: Precision
     launch.u32(out.rows).u32(n).u32(weight.units).u32(weight.units_per_group).go()
 }
 
-/// The lower triangle of X'X in f32, on the device of `x`; what is above it is of no meaning.
+/// X'X on the device of `x`, in f64: sums of products of some rows each; only the lower triangle means anything.
 pub fn gram(x: &Tensor) -> Done<Buffer> {
     let (device, n) = (x.buffer().device(), x.cols);
-    let out = floats(device, n, n)?;
+    let sum = device.alloc(n * n * 8)?;
     // What is not computed is added up as well, and must be numbers.
-    device.zero(&out)?;
-    match library(device) {
-        Some(blas) => blas_gram(blas, x, &out)?,
-        None => product(device, &out, x.buffer(), x.buffer(), x.rows, n, true)?,
-    }
-    Ok(out)
+    device.zero(&sum)?;
+    let launch = device.launch("gram", [n.div_ceil(128), n.div_ceil(64), 1], BLOCK);
+    launch.buffer(&sum).buffer(x.buffer()).u32(x.rows).u32(n).go()?;
+    Ok(sum)
 }
 
-/// sum += part, f64 += f32, element by element; both on one device.
+/// sum += part in f64, element by element; both on one device.
 pub fn accumulate(sum: &Buffer, part: &Buffer) -> Done<()> {
-    let n = part.bytes() / 4;
+    let n = part.bytes() / 8;
     sum.device().launch("accumulate", blocks(n), BLOCK).buffer(sum).buffer(part).u64(n).go()
 }
 
@@ -209,16 +206,16 @@ pub fn cross(x: &Tensor, original: &Tensor) -> Done<Buffer> {
     launch.buffer(&original).buffer(x.buffer()).buffer(&moved).u64(values).go()?;
     match library(device) {
         Some(blas) => blas_cross(blas, x, &moved, &out)?,
-        None => product(device, &out, x.buffer(), &moved, x.rows, n, false)?,
+        None => product(device, &out, x.buffer(), &moved, x.rows, n)?,
     }
     Ok(out)
 }
 
 /// out = a' b for row-major a and b `[rows, n]`, in f32 without tensor cores.
-fn product(device: &Arc<Device>, out: &Buffer, a: &Buffer, b: &Buffer, rows: usize, n: usize, lower: bool) -> Done<()> {
+fn product(device: &Arc<Device>, out: &Buffer, a: &Buffer, b: &Buffer, rows: usize, n: usize) -> Done<()> {
     let launch = device.launch("sgemm", [n.div_ceil(128), n.div_ceil(64), 1], BLOCK);
     let launch = launch.buffer(out).buffer(a).buffer(b).u32(n).u32(n).u32(rows).u64(n);
-    launch.u64(1).u64(n).u64(n).u64(1).f32(1.0).i32(0).i32(i32::from(lower)).go()
+    launch.u64(1).u64(n).u64(n).u64(1).f32(1.0).i32(0).go()
 }
 
 // ---- cuBLAS. Its matrices are column-major: a row-major matrix is the transpose of what it sees.
@@ -281,32 +278,6 @@ fn dense_blas(blas: &CudaBlas, x: &Planes, weight: &Planes, bias: Option<&Buffer
     let Some(bias) = bias else { return Ok(()) };
     let launch = device.launch("add_row", [out.rows, out.cols.div_ceil(BLOCK), 1], BLOCK);
     launch.buffer(out.buffer()).buffer(bias).u64(out.rows * out.cols).u32(out.cols).go()
-}
-
-/// The lower triangle of X'X: to cuBLAS, the upper one of the product of X' with its transpose.
-fn blas_gram(blas: &CudaBlas, x: &Tensor, out: &Buffer) -> Done<()> {
-    let device = out.device();
-    let handle = handle(blas, device)?;
-    let (rows, n) = (x.rows as c_int, x.cols as c_int);
-    let (alpha, beta) = (1.0f32, 0.0f32);
-    // SAFETY: x is [rows][n] and out [n][n], both alive; the factors are read before it returns.
-    unsafe {
-        cublasSsyrk_v2(
-            handle,
-            cublasFillMode_t::CUBLAS_FILL_MODE_UPPER,
-            cublasOperation_t::CUBLAS_OP_N,
-            n,
-            rows,
-            &alpha,
-            x.buffer().pointer() as *const f32,
-            n,
-            &beta,
-            out.pointer() as *mut f32,
-            n,
-        )
-    }
-    .result()
-    .map_err(|e| failed(device, e))
 }
 
 /// X' `moved`: to cuBLAS, its transpose.

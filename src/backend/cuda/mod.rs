@@ -126,7 +126,7 @@ impl Cuda {
 
     /// Makes the tensor's memory its own, to be written in place.
     fn unshare(&self, x: &mut Tensor) -> Done<()> {
-        if !x.buffer().is_unique() {
+        if !x.is_unique() {
             let buffer = x.buffer().device().fetch(x.buffer())?;
             *x = Tensor::cuda(x.rows, x.cols, buffer);
         }

@@ -190,7 +190,7 @@ fn product(out: View, keep: bool, scale: f32, a: View, b: View, [m, n, k]: [usiz
     let launch = out.buffer.device().launch("sgemm", [m.div_ceil(128), n.div_ceil(64), 1], 256);
     let operands = [out, a, b].into_iter().fold(launch, |launch, v| launch.buffer_at(v.buffer, v.at * 4));
     let sizes = operands.u32(m).u32(n).u32(k).u64(out.row).u64(a.row).u64(a.col).u64(b.row).u64(b.col);
-    sizes.f32(scale).i32(keep.into()).i32(0).go()
+    sizes.f32(scale).i32(keep.into()).go()
 }
 
 /// One linear being solved: all that its rows share.
