@@ -95,9 +95,6 @@ EMU_API void emu_last_report(char* text, size_t room) {
     std::lock_guard<std::mutex> hold(report_lock);
     snprintf(text, room, "%s", last_report().c_str());
 }
-EMU_API void emu_clear_errors() {
-    for (Device& device : devices) device.sticky = 0;
-}
 
 EMU_API int cuInit(unsigned) {
     if (device_count() == 0) return NO_DEVICE;

@@ -371,7 +371,6 @@ void block_barrier(ThreadView* self) {
 void fault(int code, const char* what) { working->fail(code, what); }
 Worker* make_worker(unsigned seed) { return new Worker(seed); }
 bool run_block(Worker* worker, const Launch& launch, uint3 index) { return worker->run(launch, index); }
-std::string where_am_i() { return working ? working->where() : "no kernel"; }
 
 // ---- Memory faults: the signal handler diverts the lane into memory_fault on a stack that surely has room.
 

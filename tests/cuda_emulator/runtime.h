@@ -142,8 +142,6 @@ void run_parallel(long count, const std::function<void(long)>& job);
 void install_fault_handler();
 // A signal stack for this OS thread, if it has none.
 void ensure_signal_stack();
-// "kernel NAME block (x,y,z) thread (x,y,z)" of the lane that runs on this OS thread.
-std::string where_am_i();
 // Fills this OS thread's static shared memory with 0xff (static_shared.cpp), and with it what the scheduler keeps
 // for each thread.
 void wipe_static_shared();

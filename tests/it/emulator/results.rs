@@ -5,7 +5,7 @@ use half::{bf16, f16};
 
 use super::*;
 
-pub const CASES: &[Case] = &[("computes", everything), ("no_cublas", no_cublas)];
+pub const CASES: &[Case] = &[("computes", everything), ("no_cublas", no_cublas), ("speed", measure)];
 
 /// Small numbers that look random.
 fn noise(n: usize, seed: u32) -> Vec<f32> {
@@ -414,4 +414,35 @@ fn no_cublas() {
         assert!(sys::is_culib_present());
         assert!(!blas_sys::is_culib_present());
     }
+}
+
+#[test]
+#[ignore = "measures"]
+fn speed() {
+    eprintln!("{}", in_child("speed", &[("THREADS", "1")]));
+}
+
+fn measure() {
+    let gpu = Gpu::open(0);
+    let n = 1 << 22;
+    let place = || device(&vec![1f32; n]);
+    let (a, b, out) = (place(), place(), place());
+    // Nanoseconds of a launch, the best of five times.
+    let time = |kernel: &str, blocks: u32, threads: u32, values: &[Value]| {
+        let once = || {
+            let begin = std::time::Instant::now();
+            assert_eq!(gpu.launch(kernel, blocks, threads, 0, values), CUresult::CUDA_SUCCESS);
+            begin.elapsed().as_nanos() as f64
+        };
+        (0..5).map(|_| once()).fold(f64::INFINITY, f64::min)
+    };
+    let rounds = 1000;
+    let many = |kernel: &str| time(kernel, 8, 256, &[Pointer(out), Int(rounds)]) / f64::from(8 * 256 * rounds);
+    eprintln!("launch of one thread {:.0} ns", time("emu_nothing", 1, 1, &[]));
+    eprintln!("launch of 256 threads {:.0} ns", time("emu_nothing", 1, 256, &[]));
+    let add = [Pointer(a), Pointer(b), Pointer(out), Int(n as i32)];
+    eprintln!("thread without barriers {:.1} ns", time("emu_add", n as u32 / 256, 256, &add) / n as f64);
+    eprintln!("lane in a warp collective {:.1} ns", many("emu_many_shuffles"));
+    eprintln!("thread in a barrier {:.1} ns", many("emu_many_barriers"));
+    eprintln!("mma {:.1} GFLOP/s", 4096.0 / 32.0 / many("emu_many_mma"));
 }
