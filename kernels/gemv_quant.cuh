@@ -20,8 +20,8 @@ QK_INLINE float code_plus(const uint32_t (&words)[BITS], int i) {
 // ROWS is `rows`, or one more: then the last row is computed twice. scratch: GEMV_SCRATCH floats.
 template <int BITS, int ROWS>
 QK_INLINE void gemv_quant_rows(const uint32_t* q, const float* scales, const uint8_t* zeros, const float* x,
-                          const int32_t* gather, const float* bias, float* out, uint32_t rows, uint32_t n,
-                          uint32_t cols, uint32_t units, uint32_t units_per_group, float* scratch) {
+                               const int32_t* gather, const float* bias, float* out, uint32_t rows, uint32_t n,
+                               uint32_t cols, uint32_t units, uint32_t units_per_group, float* scratch) {
     // Units on their way besides the one at work; all take the same path through a queue of registers.
     constexpr int AHEAD = BITS == 8 ? 1 : 3;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -43,7 +43,10 @@ QK_INLINE void gemv_quant_rows(const uint32_t* q, const float* scales, const uin
         const uint32_t position = u * 32 + lane;
         const int32_t c = gather != nullptr ? gather[position] : position < cols ? static_cast<int32_t>(position) : -1;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) column[r] = c < 0 ? 0.0f : x[static_cast<uint64_t>(r < rows ? r : rows - 1) * cols + c];
+        for (int r = 0; r < ROWS; ++r) {
+            const uint32_t row = r < rows ? r : rows - 1;
+            column[r] = c < 0 ? 0.0f : x[static_cast<uint64_t>(row) * cols + c];
+        }
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) fetch(words[i], first + i);
