@@ -63,7 +63,7 @@ QK_INLINE void gemv(const W& weights, const float* x, const float* bias, float* 
     for (int o = 0; o < OUTPUTS; ++o) at[o] = static_cast<uint64_t>(first + o < n ? first + o : n - 1) * stride;
 
     float sum[OUTPUTS][ROWS] = {};
-#pragma unroll 2
+#pragma unroll(ROWS == 1 ? 2 : 1)
     for (uint32_t c = lane * 8; c < stride; c += 256) {
         float w[OUTPUTS][8];
 #pragma unroll
@@ -105,14 +105,14 @@ extern "C" __global__ void __launch_bounds__(128) gemv_f16(
     gemv_rows(WeightsF16{w}, x, bias, out, rows, n, cols, stride);
 }
 
-// As gemv_f16.
+// As gemv_f16: grid ceil(n / 8), block 128.
 extern "C" __global__ void __launch_bounds__(128) gemv_bf16(
     const uint16_t* __restrict__ w, const float* __restrict__ x, const float* __restrict__ bias,
     float* __restrict__ out, uint32_t rows, uint32_t n, uint32_t cols, uint32_t stride) {
     gemv_rows(WeightsBf16{w}, x, bias, out, rows, n, cols, stride);
 }
 
-// As gemv_f16.
+// As gemv_f16: grid ceil(n / 8), block 128.
 extern "C" __global__ void __launch_bounds__(128) gemv_f32(
     const uint16_t* __restrict__ wh, const uint16_t* __restrict__ wl, const float* __restrict__ x,
     const float* __restrict__ bias, float* __restrict__ out, uint32_t rows, uint32_t n, uint32_t cols,

@@ -47,6 +47,7 @@ Order order() {
 }
 
 bool lazy() { return setting_is("QUANTKIT_EMULATOR_SCHEDULE", "lazy"); }
+bool checked() { return setting_is("QUANTKIT_EMULATOR_CHECKED", "1"); }
 
 std::recursive_mutex& driver_lock() {
     static auto* lock = new std::recursive_mutex;
@@ -73,6 +74,7 @@ int device_count() {
 }
 
 int current_device() { return current; }
+void set_current_device(int device) { current = device; }
 int context_device(const void* context) {
     const auto* device = static_cast<const Device*>(context);
     return device >= devices && device < devices + device_count() ? int(device - devices) : -1;
@@ -88,12 +90,10 @@ int sticky(int device) { return device < 0 ? INVALID_CONTEXT : devices[device].s
 
 using namespace emu;
 
-// The last report, or "". The text stays valid until the next call on this thread.
-EMU_API const char* emu_last_report() {
-    static thread_local std::string copy;
+// Copies the last report, or "", into `text`.
+EMU_API void emu_last_report(char* text, size_t room) {
     std::lock_guard<std::mutex> hold(report_lock);
-    copy = last_report();
-    return copy.c_str();
+    snprintf(text, room, "%s", last_report().c_str());
 }
 EMU_API void emu_clear_errors() {
     for (Device& device : devices) device.sticky = 0;

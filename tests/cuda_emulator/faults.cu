@@ -93,6 +93,29 @@ extern "C" __global__ void emu_copy_stages(const float* x, float* out, int wait_
     for (int i = threadIdx.x; i < 256; i += blockDim.x) out[i] = stage[i];
 }
 
+// Each float as half, bfloat16, e4m3 and e5m2: the codes, and what they decode to.
+extern "C" __global__ void emu_formats(const float* x, uint32_t* codes, float* back, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const __half h = __float2half_rn(x[i]);
+    const __nv_bfloat16 b = __float2bfloat16_rn(x[i]);
+    const __nv_fp8_e4m3 e4m3(x[i]);
+    const __nv_fp8_e5m2 e5m2(x[i]);
+    codes[4 * i] = __half_as_ushort(h), codes[4 * i + 1] = __bfloat16_as_ushort(b);
+    codes[4 * i + 2] = e4m3.__x, codes[4 * i + 3] = e5m2.__x;
+    back[4 * i] = __half2float(h), back[4 * i + 1] = __bfloat162float(b);
+    back[4 * i + 2] = float(e4m3), back[4 * i + 3] = float(e5m2);
+}
+
+// Bit and integer intrinsics of pairs of words; 8 results a pair.
+extern "C" __global__ void emu_words(const uint32_t* x, uint32_t* out) {
+    const uint32_t a = x[2 * threadIdx.x], b = x[2 * threadIdx.x + 1];
+    uint32_t* row = out + 8 * threadIdx.x;
+    row[0] = __byte_perm(a, b, 0x6c1b), row[1] = __funnelshift_r(a, b, 13), row[2] = __brev(a);
+    row[3] = __popc(a) + 100 * __clz((int)b) + 10000 * __ffs((int)a), row[4] = (uint32_t)__dp4a((int)a, (int)b, 5);
+    row[5] = (uint32_t)__float2int_rn(__uint_as_float(a)), row[6] = __umulhi(a, b), row[7] = __funnelshift_l(a, b, 5);
+}
+
 // ---- Speed.
 
 extern "C" __global__ void emu_nothing() {}
@@ -113,6 +136,13 @@ extern "C" __global__ void emu_many_mma(float* out, int rounds) {
 }
 
 // ---- Mistakes.
+
+// Sums into static shared memory that nobody has cleared.
+extern "C" __global__ void emu_uncleared(float* out) {
+    __shared__ float sum[32];
+    sum[threadIdx.x] += 1.0f;
+    out[threadIdx.x] = sum[threadIdx.x];
+}
 
 extern "C" __global__ void emu_racy_reverse(const float* x, float* out) {
     __shared__ float all[256];

@@ -154,6 +154,8 @@ void Worker::set_up(uint3 index) {
 }
 
 bool Worker::run(const Launch& what, uint3 index) {
+    static const bool wipe = checked();
+    if (wipe) wipe_static_shared();
     working = this;
     launch = &what;
     self_slot = &self;

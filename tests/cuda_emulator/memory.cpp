@@ -5,13 +5,15 @@
 #include <deque>
 #include <map>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace emu {
 
 namespace {
 
 constexpr size_t PAGE = 4096, ALIGN = 256, FREED_KEPT = 4096;
-constexpr size_t FILLED_WHOLE = 16u << 20, FILLED_ENDS = 1u << 20;
+constexpr size_t FILLED_WHOLE = 16u << 20, FILLED_ENDS = 1u << 20, PARKED_MOST = 256u << 20;
 constexpr char FRESH = char(0xff), CANARY = char(0xa5);
 
 struct Freed {
@@ -25,6 +27,9 @@ struct Freed {
 struct Tables {
     std::map<Address, Allocation> live;
     std::deque<Freed> freed;
+    // Pages of freed allocations by size: a new one moves them in, which costs far less than fresh pages do.
+    std::map<size_t, std::vector<char*>> parked;
+    size_t parked_bytes = 0;
     size_t used[MAX_DEVICES] = {};
     int opened_for = -1;
     bool several_devices = false;
@@ -40,6 +45,35 @@ void set_open(Allocation& allocation, bool open) {
     if (allocation.open == open) return;
     mprotect(allocation.map + PAGE, allocation.map_bytes - 2 * PAGE, open ? PROT_READ | PROT_WRITE : PROT_NONE);
     allocation.open = open;
+}
+
+// Makes the pages at `place` accessible, with whatever is in them.
+bool open_pages(char* place, size_t bytes) {
+    auto& all = tables();
+    std::vector<char*>& parked = all.parked[bytes];
+    if (parked.empty()) return mprotect(place, bytes, PROT_READ | PROT_WRITE) == 0;
+    char* from = parked.back();
+    parked.pop_back();
+    all.parked_bytes -= bytes;
+    return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place) != MAP_FAILED;
+}
+
+// Takes the pages away from addresses that stay reserved and inaccessible.
+void close_pages(char* place, size_t bytes) {
+    auto& all = tables();
+#ifdef MREMAP_DONTUNMAP
+    if (all.parked_bytes + bytes <= PARKED_MOST) {
+        // Not through glibc, which forgets to pass the null address on.
+        const long moved = syscall(SYS_mremap, place, bytes, bytes, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, nullptr);
+        if (moved != -1) {
+            all.parked[bytes].push_back(reinterpret_cast<char*>(moved));
+            all.parked_bytes += bytes;
+            mprotect(place, bytes, PROT_NONE);
+            return;
+        }
+    }
+#endif
+    mmap(place, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
 Allocation* holder(Address address) {
@@ -63,7 +97,7 @@ int allocate(int device, size_t bytes, Address* start) {
     void* place = mmap(nullptr, map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (place == MAP_FAILED) return OUT_OF_MEMORY;
     auto* map = static_cast<char*>(place);
-    if (mprotect(map + PAGE, body, PROT_READ | PROT_WRITE)) {
+    if (!open_pages(map + PAGE, body)) {
         munmap(map, map_bytes);
         return OUT_OF_MEMORY;
     }
@@ -98,8 +132,7 @@ int release(Address start) {
     Allocation allocation = found->second;
     set_open(allocation, true);
     const bool whole = canaries_whole(allocation, "found when it was freed");
-    // The addresses stay taken, the memory is given back.
-    mmap(allocation.map, allocation.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    close_pages(allocation.map + PAGE, allocation.map_bytes - 2 * PAGE);
     std::lock_guard<std::mutex> hold(all.lock);
     all.live.erase(found);
     if (allocation.device >= 0) all.used[allocation.device] -= allocation.bytes;
@@ -182,6 +215,18 @@ std::string describe_address(Address address) {
         return at + format(", %lld bytes into an allocation of %zu bytes", (long long)(address - start), allocation.bytes);
     }
     return at + ", which belongs to no allocation";
+}
+
+bool known_address(Address address) {
+    auto& all = tables();
+    std::lock_guard<std::mutex> hold(all.lock);
+    if (address == 0 || holder(address)) return true;
+    const auto inside = [=](const char* map, size_t bytes) { return address >= Address(map) && address < Address(map) + bytes; };
+    for (auto& [start, allocation] : all.live)
+        if (inside(allocation.map, allocation.map_bytes)) return true;
+    for (const Freed& freed : all.freed)
+        if (inside(freed.map, freed.map_bytes)) return true;
+    return false;
 }
 
 }  // namespace emu

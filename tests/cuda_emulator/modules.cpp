@@ -237,11 +237,20 @@ int refuse(int code, const Kernel& kernel, const std::string& why) {
 }
 
 void run(const Launch& launch) {
+    // A host pointer would work here and fault on a GPU.
+    for (int i = 0; i < launch.kernel->count; ++i) {
+        if (!launch.kernel->pointers[i]) continue;
+        Address value;
+        memcpy(&value, launch.arguments[i], sizeof value);
+        if (known_address(value)) continue;
+        report(format("parameter %d points at 0x%llx, which is neither device nor pinned memory: kernel %s", i, value, launch.kernel->name));
+        return make_sticky(launch.device, ILLEGAL_ADDRESS);
+    }
     open_for(launch.device);
     run_kernel(launch);
     // Small overruns stay inside the slack behind an allocation: look at those the kernel was given.
     for (int i = 0; i < launch.kernel->count; ++i) {
-        if (launch.kernel->sizes[i] != sizeof(Address)) continue;
+        if (!launch.kernel->pointers[i]) continue;
         Address value;
         memcpy(&value, launch.arguments[i], sizeof value);
         const Allocation* allocation = holding(value, 0);

@@ -53,9 +53,11 @@ long setting(const char* name, long otherwise);
 enum class Order { Forward, Reverse, Random };
 Order order();
 bool lazy();
+bool checked();
 int device_count();
 // The device of the calling thread's current context, or -1.
 int current_device();
+void set_current_device(int device);
 int context_device(const void* context);
 bool peer_allowed(int from, int to);
 // Prints "[cuda emulator] what" and keeps it for emu_last_report.
@@ -97,6 +99,8 @@ struct Opened {
 // Reports writes into the slack around an allocation; true if there were none.
 bool canaries_whole(const Allocation& allocation, const char* when);
 std::string describe_address(Address address);
+// Whether the address is null, or in or beside device or pinned memory, live or freed.
+bool known_address(Address address);
 size_t memory_used(int device);
 size_t memory_limit();
 
@@ -140,5 +144,8 @@ void install_fault_handler();
 void ensure_signal_stack();
 // "kernel NAME block (x,y,z) thread (x,y,z)" of the lane that runs on this OS thread.
 std::string where_am_i();
+// Fills this OS thread's static shared memory with 0xff (static_shared.cpp), and with it what the scheduler keeps
+// for each thread.
+void wipe_static_shared();
 
 }  // namespace emu

@@ -1,11 +1,11 @@
-// Switching between stacks: a few instructions on x86-64, ucontext elsewhere.
+// Switching between stacks: a few instructions on x86-64, ucontext elsewhere (and with EMU_UCONTEXT, to try it).
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace emu {
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(EMU_UCONTEXT)
 
 using StackPointer = void*;
 

@@ -69,10 +69,18 @@ fn gelu_tanh(x: f32) -> f32 {
     x / (1.0 + simd::exp(-2.0 * t))
 }
 
+#[inline(always)]
+fn tanh(t: f32) -> f32 {
+    // Near zero the difference below would lose its digits.
+    let near = t * (1.0 + t * t * (-1.0 / 3.0 + t * t * (2.0 / 15.0)));
+    let far = 1.0 - 2.0 / (1.0 + simd::exp(2.0 * t));
+    if t.abs() < 0.1 { near } else { far }
+}
+
 /// cap * tanh(x / cap).
 pub fn softcap(x: &mut [f32], cap: f32) {
     x.par_chunks_mut(BLOCK).for_each(|x| {
-        vectorized(|| x.iter_mut().for_each(|x| *x = cap * (1.0 - 2.0 / (1.0 + simd::exp(2.0 * *x / cap)))));
+        vectorized(|| x.iter_mut().for_each(|x| *x = cap * tanh(*x / cap)));
     });
 }
 

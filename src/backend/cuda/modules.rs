@@ -19,8 +19,8 @@ macro_rules! files {
 }
 
 files!(
-    "attention_64" "attention_128" "attention_256" "attention_combine" "cache" "elementwise" "gemm" "gemv" "quant_2"
-    "quant_3" "quant_4" "quant_8" "simt"
+    "attention_64" "attention_128" "attention_256" "attention_combine" "cache" "cholesky" "elementwise" "gather" "gemm"
+    "gemv" "gptq" "quant_2" "quant_3" "quant_4" "quant_8" "simt" "sweep"
 );
 
 /// Names of the kernels in a PTX text.
@@ -61,7 +61,6 @@ impl Modules {
         };
         let name = CString::new(kernel).map_err(|e| device.failed(format!("kernel `{kernel}`: {e}")))?;
         // SAFETY: the module is loaded and stays so.
-        unsafe { module::get_function(module.0, name) }
-            .map_err(|e| device.failed(format!("kernel `{kernel}`: {e}")))
+        unsafe { module::get_function(module.0, name) }.map_err(|e| device.failed(format!("kernel `{kernel}`: {e}")))
     }
 }

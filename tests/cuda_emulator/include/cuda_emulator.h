@@ -71,6 +71,7 @@ struct Kernel {
     const char* file;
     void (*call)(void* const* arguments);
     const size_t* sizes;
+    const bool* pointers;
     int count;
 };
 void register_kernel(const Kernel& kernel);
@@ -80,6 +81,7 @@ struct Entry;
 template <class... P, void (*FUNCTION)(P...)>
 struct Entry<FUNCTION> {
     static constexpr size_t sizes[sizeof...(P) + 1] = {sizeof(P)..., 0};
+    static constexpr bool pointers[sizeof...(P) + 1] = {std::is_pointer_v<P>..., false};
     static constexpr int count = sizeof...(P);
     template <size_t... I>
     static void unpack(void* const* arguments, std::index_sequence<I...>) {
@@ -95,7 +97,8 @@ struct Registration {
 
 #define EMU_REGISTER(name)                                                                                  \
     static emu::Registration emu_registration_##name{                                                      \
-        {#name, EMU_FILE, &emu::Entry<&name>::call, emu::Entry<&name>::sizes, emu::Entry<&name>::count}};
+        {#name, EMU_FILE, &emu::Entry<&name>::call, emu::Entry<&name>::sizes, emu::Entry<&name>::pointers, \
+         emu::Entry<&name>::count}};
 
 #define threadIdx (emu::self->index)
 #define blockIdx (emu::block->index)

@@ -22,7 +22,7 @@ macro_rules! families {
         #[test]
         fn $name() {
             // The cache holds f16.
-            check_on(cuda(CudaOptions::default()), stringify!($name), [5e-4, 5e-3]);
+            check_on(cuda(CudaOptions::default()), stringify!($name), [5e-4, 2e-2]);
         }
     )* };
 }
@@ -31,7 +31,7 @@ families!(llama llama3 llama_linear llama_yarn mistral qwen2 qwen3 gemma3_text s
 
 #[test]
 fn without_cublas() {
-    check_on(cuda(CudaOptions { cublas: false, ..Default::default() }), "llama", [5e-4, 5e-3]);
+    check_on(cuda(CudaOptions { cublas: false, ..Default::default() }), "llama", [5e-4, 2e-2]);
 }
 
 fn demo(backend: Arc<dyn Backend>) -> Model {
@@ -98,9 +98,7 @@ fn graphs_change_nothing() {
             let mut session = Session::new(&model, 64).unwrap();
             session.feed(&tokens[..13]).unwrap();
             let steps = tokens[13..24].iter();
-            steps
-                .map(|token| model.backend().download(&session.feed(&[*token]).unwrap()).unwrap())
-                .collect::<Vec<_>>()
+            steps.map(|token| model.backend().download(&session.feed(&[*token]).unwrap()).unwrap()).collect::<Vec<_>>()
         };
         assert!(decoded(true) == decoded(false), "{cache:?}");
     }

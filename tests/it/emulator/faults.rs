@@ -6,6 +6,7 @@ use super::*;
 
 pub const CASES: &[Case] = &[
     ("past_the_end", past_the_end),
+    ("on_many_threads", on_many_threads),
     ("into_the_slack", into_the_slack),
     ("into_the_slack_of_another", into_the_slack_of_another),
     ("before_the_start", before_the_start),
@@ -22,6 +23,8 @@ pub const CASES: &[Case] = &[
     ("endless_stack", endless_stack),
     ("static_shared", static_shared),
     ("misaligned_vector", misaligned_vector),
+    ("uncleared_shared", uncleared_shared),
+    ("host_pointer", host_pointer),
     ("bad_launches", bad_launches),
     ("bad_ranges", bad_ranges),
     ("drift", drift),
@@ -56,7 +59,11 @@ fn fails(kernel: &str, code: CUresult) {
 #[test]
 fn writes_past_the_end() {
     let place = "kernel emu_write_at block (0,0,0) thread (0,0,0)";
-    reports("past_the_end", &[], &["illegal address: write of", "112 bytes past the end of an allocation of 400 bytes", place]);
+    reports(
+        "past_the_end",
+        &[],
+        &["illegal address: write of", "112 bytes past the end of an allocation of 400 bytes", place],
+    );
     reports("past_the_end", &[("SCHEDULE", "lazy")], &["112 bytes past the end of an allocation of 400 bytes", place]);
 }
 
@@ -71,6 +78,20 @@ fn past_the_end() {
     } else {
         stays(&gpu, launched, CUDA_ERROR_ILLEGAL_ADDRESS);
     }
+}
+
+#[test]
+fn faults_on_many_threads() {
+    let words = ["illegal address: read of", "an allocation of 4000 bytes: kernel emu_add block ("];
+    reports("on_many_threads", &[("THREADS", "4")], &words);
+}
+
+fn on_many_threads() {
+    let gpu = Gpu::open(0);
+    let (x, out) = (device(&[0f32; 1000]), device(&[0f32; 1000]));
+    let add = |blocks, n| gpu.launch("emu_add", blocks, 256, 0, &[Pointer(x), Pointer(x), Pointer(out), Int(n)]);
+    assert_eq!(add(4096, 1000), CUDA_SUCCESS);
+    stays(&gpu, add(4096, 1 << 20), CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
 #[test]
@@ -104,7 +125,11 @@ fn into_the_slack_of_another() {
 
 #[test]
 fn writes_before_the_start() {
-    reports("before_the_start", &[], &["write of", "3588 bytes before an allocation of 400 bytes", "kernel emu_write_at"]);
+    reports(
+        "before_the_start",
+        &[],
+        &["write of", "3588 bytes before an allocation of 400 bytes", "kernel emu_write_at"],
+    );
 }
 
 fn before_the_start() {
@@ -116,7 +141,11 @@ fn before_the_start() {
 
 #[test]
 fn reads_of_freed_memory_and_of_null() {
-    reports("freed", &[], &["illegal address: read of", "40 bytes into freed memory of 400 bytes", "kernel emu_read_at"]);
+    reports(
+        "freed",
+        &[],
+        &["illegal address: read of", "40 bytes into freed memory of 400 bytes", "kernel emu_read_at"],
+    );
     reports("null_pointer", &[], &["a null pointer", "kernel emu_read_at block (0,0,0) thread (0,0,0)"]);
 }
 
@@ -137,8 +166,16 @@ fn null_pointer() {
 
 #[test]
 fn writes_outside_dynamic_shared_memory() {
-    reports("dynamic_shared", &[], &["write outside dynamic shared memory (1024 bytes) at offset 1200: kernel emu_write_shared_at"]);
-    reports("dynamic_shared_slack", &[], &["write 0 bytes past the dynamic shared memory (1000 bytes): kernel emu_write_shared_at"]);
+    reports(
+        "dynamic_shared",
+        &[],
+        &["write outside dynamic shared memory (1024 bytes) at offset 1200: kernel emu_write_shared_at"],
+    );
+    reports(
+        "dynamic_shared_slack",
+        &[],
+        &["write 0 bytes past the dynamic shared memory (1000 bytes): kernel emu_write_shared_at"],
+    );
 }
 
 fn write_shared(index: i64, bytes: u32) {
@@ -155,9 +192,15 @@ fn lanes_that_do_not_meet() {
         reports(
             "divergent_barrier",
             order,
-            &["deadlock: 16 threads wait in a warp operation, 16 at __syncthreads, 0 have exited: kernel emu_divergent_barrier block (0,0,0)"],
+            &[
+                "deadlock: 16 threads wait in a warp operation, 16 at __syncthreads, 0 have exited: kernel emu_divergent_barrier block (0,0,0)",
+            ],
         );
-        reports("different_collectives", order, &["different warp operations or with different masks: kernel emu_different_collectives"]);
+        reports(
+            "different_collectives",
+            order,
+            &["different warp operations or with different masks: kernel emu_different_collectives"],
+        );
         reports("shuffle_outside", order, &["a shuffle reads a lane outside the mask", "kernel emu_shuffle_outside"]);
         reports("outside_mask", order, &["whose mask leaves it out: kernel emu_outside_mask block (0,0,0) thread ("]);
     }
@@ -196,8 +239,16 @@ fn endless_stack() {
 #[test]
 fn the_checked_build_sees_indices_and_alignment() {
     let checked = &[("CHECKED", "1")];
-    reports("static_shared", checked, &["index 40 outside 'float [32]' at faults.cu:", "emu_shared_overrun block (0,0,0) thread (3,0,0)"]);
-    reports("misaligned_vector", checked, &["float4' is not aligned to 16 bytes at faults.cu:", "kernel emu_misaligned_vector"]);
+    reports(
+        "static_shared",
+        checked,
+        &["index 40 outside 'float [32]' at faults.cu:", "emu_shared_overrun block (0,0,0) thread (3,0,0)"],
+    );
+    reports(
+        "misaligned_vector",
+        checked,
+        &["float4' is not aligned to 16 bytes at faults.cu:", "kernel emu_misaligned_vector"],
+    );
 }
 
 fn static_shared() {
@@ -212,6 +263,32 @@ fn misaligned_vector() {
     let (x, out) = (device(&[0f32; 100]), device(&[0f32]));
     let launched = gpu.launch("emu_misaligned_vector", 1, 1, 0, &[Pointer(x), Pointer(out)]);
     stays(&gpu, launched, CUDA_ERROR_MISALIGNED_ADDRESS);
+}
+
+#[test]
+fn static_shared_memory_is_not_cleared() {
+    in_child("uncleared_shared", &[("CHECKED", "1")]);
+}
+
+fn uncleared_shared() {
+    let gpu = Gpu::open(0);
+    let out = device(&[0f32; 32]);
+    assert_eq!(gpu.launch("emu_uncleared", 3, 32, 0, &[Pointer(out)]), CUDA_SUCCESS);
+    assert!(host::<f32>(out, 32).iter().all(|v| v.is_nan()));
+}
+
+#[test]
+fn host_pointers_are_no_device_pointers() {
+    let words = ["parameter 0 points at 0x", "which is neither device nor pinned memory: kernel emu_scale"];
+    reports("host_pointer", &[], &words);
+}
+
+fn host_pointer() {
+    let gpu = Gpu::open(0);
+    let mut x = [1f32; 8];
+    let place = x.as_mut_ptr() as CUdeviceptr;
+    let launched = gpu.launch("emu_scale", 1, 32, 0, &[Pointer(place), Float(2.0), Int(8)]);
+    stays(&gpu, launched, CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
 #[test]
@@ -249,7 +326,8 @@ fn bad_launches() {
 
 #[test]
 fn bad_ranges_are_refused() {
-    let words = ["copy from the device: 404 bytes from", "memset: 401 bytes from", "which is not the start of an allocation"];
+    let words =
+        ["copy from the device: 404 bytes from", "memset: 401 bytes from", "which is not the start of an allocation"];
     reports("bad_ranges", &[], &words);
 }
 
@@ -271,7 +349,8 @@ fn bad_ranges() {
 
 #[test]
 fn stale_ptx_is_refused() {
-    let words = ["entry emu_gone of the PTX is missing in the host build", "entry emu_scale has parameters of (8, 4, 8) bytes"];
+    let words =
+        ["entry emu_gone of the PTX is missing in the host build", "entry emu_scale has parameters of (8, 4, 8) bytes"];
     reports("drift", &[], &words);
 }
 

@@ -27,6 +27,8 @@ fn everything() {
     lanes_that_leave();
     tensor_cores();
     copies_in_stages();
+    number_formats();
+    word_intrinsics();
 }
 
 #[test]
@@ -168,6 +170,87 @@ fn copies_in_stages() {
     let got = host::<f32>(out, 256);
     assert_eq!(got[..128], x);
     assert!(got[128..].iter().all(|v| v.is_nan()));
+}
+
+/// The nearest of an 8-bit format's finite values, ties to the even code; beyond the largest, that one.
+fn nearest(x: f32, values: &[f32]) -> u8 {
+    let sign = if x.is_sign_negative() { 128 } else { 0 };
+    let size = f64::from(x.abs().min(values[values.len() - 1]));
+    let off = |code: usize| (f64::from(values[code]) - size).abs();
+    let best = (0..values.len()).min_by(|a, b| off(*a).total_cmp(&off(*b)).then((a & 1).cmp(&(b & 1)))).unwrap();
+    best as u8 | sign
+}
+
+/// Non-negative finite values of a format with this many mantissa bits, by code.
+fn values(mantissa: u32, bias: i32, count: usize) -> Vec<f32> {
+    let value = |code: usize| {
+        let (exponent, fraction) = ((code >> mantissa) as i32, (code & ((1 << mantissa) - 1)) as f32);
+        let one = if exponent > 0 { (1u32 << mantissa) as f32 } else { 0.0 };
+        (one + fraction) * 2f32.powi(exponent.max(1) - bias - mantissa as i32)
+    };
+    (0..count).map(value).collect()
+}
+
+#[test]
+fn number_formats() {
+    let gpu = Gpu::open(0);
+    let mut x: Vec<f32> = noise(20_000, 9).iter().enumerate().map(|(i, v)| v * 2f32.powi(i as i32 % 60 - 30)).collect();
+    x.extend([0.0, -0.0, f32::INFINITY, -f32::INFINITY, 65519.9, 65520.0, 448.0, 464.0, 1e-8, 3.3e38, 1e-45]);
+    let n = x.len();
+    let (dx, codes, back) = (device(&x), device(&vec![0u32; 4 * n]), device(&vec![0f32; 4 * n]));
+    let launched = gpu.launch(
+        "emu_formats",
+        n.div_ceil(128) as u32,
+        128,
+        0,
+        &[Pointer(dx), Pointer(codes), Pointer(back), Int(n as i32)],
+    );
+    assert_eq!(launched, CUresult::CUDA_SUCCESS);
+    let (codes, back) = (host::<u32>(codes, 4 * n), host::<f32>(back, 4 * n));
+    let (e4m3, e5m2) = (values(3, 7, 127), values(2, 15, 124));
+    for (i, &x) in x.iter().enumerate() {
+        let (half, brain) = (f16::from_f32(x), bf16::from_f32(x));
+        let (small, smaller) = (nearest(x, &e4m3), nearest(x, &e5m2));
+        let expected = [half.to_bits().into(), brain.to_bits().into(), small.into(), u32::from(smaller)];
+        assert_eq!(codes[4 * i..][..4], expected, "{x:e}");
+        let sign = 1f32.copysign(x);
+        let wide = [
+            half.to_f32(),
+            brain.to_f32(),
+            sign * e4m3[usize::from(small & 127)],
+            sign * e5m2[usize::from(smaller & 127)],
+        ];
+        assert_eq!(back[4 * i..][..4], wide, "{x:e}");
+    }
+}
+
+#[test]
+fn word_intrinsics() {
+    let gpu = Gpu::open(0);
+    let x: Vec<u32> = (1..65u32).map(|i| i.wrapping_mul(2_654_435_761) ^ (i << 3)).collect();
+    let (dx, out) = (device(&x), device(&[0u32; 8 * 32]));
+    assert_eq!(gpu.launch("emu_words", 1, 32, 0, &[Pointer(dx), Pointer(out)]), CUresult::CUDA_SUCCESS);
+    let out = host::<u32>(out, 8 * 32);
+    for (pair, row) in x.chunks(2).zip(out.chunks(8)) {
+        let (a, b) = (pair[0], pair[1]);
+        let wide = u64::from(b) << 32 | u64::from(a);
+        let bytes = wide.to_le_bytes();
+        // 0x6c1b, from the lowest nibble on: sign of byte 3, byte 1, sign of byte 4, byte 6.
+        let sign = |byte: u8| if byte & 128 != 0 { 255 } else { 0 };
+        let permuted = u32::from_le_bytes([sign(bytes[3]), bytes[1], sign(bytes[4]), bytes[6]]);
+        let dot: i32 = (0..4).map(|i| i32::from(bytes[i] as i8) * i32::from(bytes[4 + i] as i8)).sum();
+        let expected = [
+            permuted,
+            (wide >> 13) as u32,
+            a.reverse_bits(),
+            a.count_ones() + 100 * b.leading_zeros() + 10_000 * (a.trailing_zeros() + 1),
+            (dot + 5) as u32,
+            f32::from_bits(a).round_ties_even() as i32 as u32,
+            ((u64::from(a) * u64::from(b)) >> 32) as u32,
+            ((wide << 5) >> 32) as u32,
+        ];
+        assert_eq!(row, expected, "{a:#x} {b:#x}");
+    }
 }
 
 /// Column-major product in double precision.

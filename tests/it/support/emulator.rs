@@ -56,10 +56,12 @@ pub fn ptx_of(file: &str) -> String {
 
 /// What the emulator reported last, or nothing.
 pub fn last_report() -> String {
-    // SAFETY: the function has this signature; its text is copied before any other call of this thread.
+    let mut text = [0 as c_char; 1024];
+    // SAFETY: the function has this signature and writes a text that ends with a zero byte, in the room it is told.
     unsafe {
-        let report = library().get::<unsafe extern "C" fn() -> *const c_char>(b"emu_last_report").unwrap();
-        CStr::from_ptr(report()).to_string_lossy().into_owned()
+        let report = library().get::<unsafe extern "C" fn(*mut c_char, usize)>(b"emu_last_report").unwrap();
+        report(text.as_mut_ptr(), text.len());
+        CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
     }
 }
 
@@ -103,8 +105,9 @@ fn built(checked: bool) -> PathBuf {
 }
 
 fn build(checked: bool) -> Result<PathBuf, String> {
-    let version = output(compiler().arg("--version"))
-        .map_err(|e| format!("{e}\nIt needs g++ 9 or later (set CXX for another name). Debian: apt-get install g++"))?;
+    let version = output(compiler().arg("--version")).map_err(|e| {
+        format!("{e}\nIt needs g++ 11 or later (set CXX for another name). Debian: apt-get install g++")
+    })?;
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let units = units(root, checked)?;
     // What any unit may include.
