@@ -91,7 +91,8 @@ QK_INLINE double* tile_at(double* a, uint32_t n, uint32_t i, uint32_t j) {
 
 // Factors tile t of the diagonal and inverts the factor; zeros above. *failed = 1 when a pivot is not positive.
 // Grid 1, block 256.
-extern "C" __global__ void __launch_bounds__(THREADS) cholesky_tile(double* a, uint32_t* failed, uint32_t n, uint32_t t) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    cholesky_tile(double* a, uint32_t* failed, uint32_t n, uint32_t t) {
     // L below the diagonal; later its inverse, transposed, above.
     __shared__ double tile[TILE][PADDED];
     __shared__ double inverse_diagonal[TILE];
@@ -178,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) inverse_row(double* a, dou
 
 // Rows below tile t take their share: R_ij -= L_it X_tj for j <= t, where R_it begins at zero.
 // Grid (t + 1, tiles below), block 256.
-extern "C" __global__ void __launch_bounds__(THREADS) inverse_update(double* a, const double* panel, uint32_t n, uint32_t t) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    inverse_update(double* a, const double* panel, uint32_t n, uint32_t t) {
     const uint32_t i = t + 1 + blockIdx.y;
     const uint32_t j = blockIdx.x;
     const uint32_t rows = tile_size(n, i);

@@ -42,7 +42,7 @@ impl Problem {
             }
         }
         let drift = with_drift.then(|| noise(n * n, seed + 3).into_iter().map(|d| d * 0.05).collect());
-        let row_size = |row: usize| [1.0, 1.0, 1.0, 0.0, 3e3, 1e-5][row % 6];
+        let row_size = |row: usize| [1.0, 0.3, 1.0, 0.0, 3.0, 1e-5][row % 6];
         let values = noise(rows * n, seed + 4).into_iter().enumerate().map(|(at, w)| {
             let outlier = if at % 61 == 0 { 4.0 } else { 1.0 };
             w * row_size(at / n) * outlier
