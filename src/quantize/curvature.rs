@@ -95,7 +95,10 @@ impl Curvature {
                     let factor = solver.factor(gram, drift, order, scale, damped, options.sweeps > 0)?;
                     Ok(factor.map(Factors::Device))
                 }
-                None => Ok(HostFactors::new(gram, drift, columns, scale, damped, options.sweeps > 0)),
+                None => {
+                    let factors = HostFactors::new(gram, drift, columns, scale, damped, options.sweeps > 0);
+                    Ok(factors.map(Factors::Host))
+                }
             }
         };
         let factors = loop {
@@ -138,7 +141,7 @@ impl HostFactors {
         scale: f64,
         damped: &[f64],
         whole: bool,
-    ) -> Option<Factors> {
+    ) -> Option<Self> {
         let (n, stored) = (gram.n, gram.lower.host());
         let at = |i: usize, j: usize| {
             let (a, b) = (columns[i], columns[j]);
@@ -160,6 +163,6 @@ impl HostFactors {
             let (scale, values) = (scale as f32, drift.values.host());
             columns.iter().flat_map(|&i| columns.iter().map(move |&j| values[i * n + j] * scale)).collect()
         });
-        Some(Factors::Host(Self { h, drift, u }))
+        Some(Self { h, drift, u })
     }
 }

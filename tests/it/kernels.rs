@@ -63,6 +63,7 @@ fn preprocessed(source: &str) -> String {
 fn expand(text: &str, macros: &BTreeMap<String, Macro>, depth: usize) -> String {
     assert!(depth < 20, "macros that expand to themselves: {text}");
     let word = regex::Regex::new(r"\b[A-Za-z_]\w*").unwrap();
+    let glue = regex::Regex::new(r"\s*##\s*").unwrap();
     let (mut out, mut at) = (String::new(), 0);
     while let Some(found) = word.find_at(text, at) {
         out.push_str(&text[at..found.start()]);
@@ -83,8 +84,7 @@ fn expand(text: &str, macros: &BTreeMap<String, Macro>, depth: usize) -> String 
             body =
                 word.replace_all(&body, |c: &regex::Captures| value_of(&c[0]).map_or(&c[0], |v| v).to_owned()).into();
         }
-        let glued = regex::Regex::new(r"\s*##\s*").unwrap().replace_all(&body, "").into_owned();
-        out.push_str(&expand(&glued, macros, depth + 1));
+        out.push_str(&expand(&glue.replace_all(&body, ""), macros, depth + 1));
     }
     out.push_str(&text[at..]);
     out

@@ -62,7 +62,7 @@ pub fn attention(
     caches: Option<&mut [KvCache]>,
 ) -> Done<Tensor> {
     let device = &batch.device;
-    let Some(size) = SIZES.iter().position(|&size| shape.head_dim <= size && shape.head_dim % 2 == 0) else {
+    let Some(size) = SIZES.iter().position(|&size| shape.head_dim <= size && shape.head_dim.is_multiple_of(2)) else {
         return Err(device.failed(format!(
             "attention heads of {} channels; the kernels take even numbers up to {}",
             shape.head_dim,

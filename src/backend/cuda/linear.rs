@@ -7,9 +7,7 @@ use std::ffi::c_int;
 use std::sync::Arc;
 
 use cudarc::cublas::result::CublasError;
-use cudarc::cublas::sys::{
-    cublasComputeType_t, cublasGemmAlgo_t, cublasHandle_t, cublasOperation_t, cudaDataType_t,
-};
+use cudarc::cublas::sys::{cublasComputeType_t, cublasGemmAlgo_t, cublasHandle_t, cublasOperation_t, cudaDataType_t};
 use cudarc::cublas::{CudaBlas, result as cublas};
 
 use super::super::Done;
