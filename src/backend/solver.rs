@@ -15,6 +15,19 @@ pub struct Ordered<'a> {
     pub dead: &'a [bool],
 }
 
+/// Columns between two updates of all that follow.
+pub const BLOCK: usize = 128;
+
+/// Where a block of columns that begins at `start` ends: where no group is cut, so that a group's grid sees weights
+/// that are up to date, unless that may be `anywhere` or the group is longer than a block.
+pub fn block_end(groups: &[usize], start: usize, anywhere: bool) -> usize {
+    let furthest = (start + BLOCK).min(groups.len());
+    if anywhere || furthest == groups.len() {
+        return furthest;
+    }
+    (start + 1..=furthest).rev().find(|&i| groups[i] != groups[i - 1]).unwrap_or(furthest)
+}
+
 /// One way to set the levels of a group; see `quantize::grid`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {

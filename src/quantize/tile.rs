@@ -7,13 +7,10 @@ use super::curvature::Curvature;
 use super::grid::{LANES, Lane, Levels, levels};
 use super::order::Sequence;
 use super::{Quantized, Report};
-use crate::backend::solver::Rounding;
+use crate::backend::solver::{BLOCK, Rounding, block_end};
 use crate::num::matmul::{View, product};
 use crate::num::simd::vectorized;
 use crate::scheme::Scheme;
-
-/// Columns between two updates of all that follow.
-const BLOCK: usize = 128;
 
 /// Up to [`LANES`] rows of one weight.
 pub struct Tile<'a> {
@@ -150,7 +147,7 @@ impl Tile<'_> {
         let mut errors = vec![[0.0; LANES]; BLOCK];
         let mut start = 0;
         while start < n {
-            let end = self.block_end(start, static_groups);
+            let end = block_end(self.groups, start, static_groups);
             for i in start..end {
                 let group = self.groups[i];
                 if !static_groups && (i == 0 || self.groups[i - 1] != group) {
@@ -185,17 +182,6 @@ impl Tile<'_> {
         }
     }
 
-    /// Blocks are cut where no group is, so that a group's grid sees weights that are up to date; a group
-    /// longer than a block is cut inside.
-    fn block_end(&self, start: usize, anywhere: bool) -> usize {
-        let furthest = (start + BLOCK).min(self.n);
-        if anywhere || furthest == self.n {
-            return furthest;
-        }
-        let boundary = (start + 1..=furthest).rev().find(|&i| self.groups[i] != self.groups[i - 1]);
-        boundary.unwrap_or(furthest)
-    }
-
     /// One sweep of coordinate descent on (w - q)' H (w - q): for each block, the best scale for the codes
     /// of each of its groups, then the best code of each column, given everything else.
     pub fn sweep(&mut self, curvature: &Curvature, scheme: Scheme) {
@@ -215,7 +201,7 @@ impl Tile<'_> {
         );
         let mut start = 0;
         while start < n {
-            let end = self.block_end(start, false);
+            let end = block_end(self.groups, start, false);
             let before: Vec<Lane> = (start..end).map(|i| self.value(i)).collect();
             vectorized(|| {
                 let mut from = start;

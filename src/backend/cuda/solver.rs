@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::super::solver::{Factor as AnyFactor, Ordered, Rounding, Solution, Solver};
+use super::super::solver::{BLOCK as COLUMNS, Factor as AnyFactor, Ordered, Rounding, Solution, Solver, block_end};
 use super::super::weight::Weight;
 use super::super::{Done, Drift, Gram, Matrix};
 use super::device::Launch;
@@ -13,8 +13,6 @@ use crate::tensor::Dtype;
 
 /// Rows and columns of the tiles in which a Hessian is factored, as the kernels have it.
 const TILE: usize = 64;
-/// Columns between two updates of all that follow, as the kernels have it.
-const COLUMNS: usize = 128;
 /// Rows that a block takes, a warp each.
 const WARPS: usize = 8;
 /// Weights solved at once, so that large layers do not decide the memory needed.
@@ -348,16 +346,6 @@ impl<'a> Job<'a> {
         let launch = device.launch("sweep_loss", [rows, 1, 1], BLOCK);
         launch.buffer(&residual).buffer(&gradient).buffer(loss).u32(n).go()
     }
-}
-
-/// Where a block that begins at `start` ends: where no group is cut, unless that may be `anywhere` or the group is
-/// longer than a block.
-fn block_end(groups: &[usize], start: usize, anywhere: bool) -> usize {
-    let furthest = (start + COLUMNS).min(groups.len());
-    if anywhere || furthest == groups.len() {
-        return furthest;
-    }
-    (start + 1..=furthest).rev().find(|&i| groups[i] != groups[i - 1]).unwrap_or(furthest)
 }
 
 /// For each column with which a run of one group begins, the end of the run; 0 for the others.
