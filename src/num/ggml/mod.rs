@@ -3,6 +3,18 @@
 //! Numbers, names and layouts are those of ggml, the tensor library of llama.cpp; a type is known to GGUF files by
 //! its identifier. A row of a tensor is a whole number of blocks.
 
+pub mod basic;
+pub mod grids;
+mod iq;
+mod k;
+pub mod ternary;
+
+use half::f16;
+
+use crate::num::simd::vectorized;
+
+pub use iq::IQ1_SHIFT;
+
 /// An element type of ggml: how a block of a row's values is stored.
 #[allow(non_camel_case_types, reason = "ggml's own names")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -120,10 +132,64 @@ impl GgmlType {
         }
     }
 
+    /// Decodes whole blocks, any number of them: `bytes` into `out`.
+    ///
+    /// # Panics
+    ///
+    /// When the lengths do not belong together: `bytes.len()` must be `row_bytes(out.len())`.
+    pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
+        assert_eq!(Some(bytes.len()), self.row_bytes(out.len()), "{} values of {self}", out.len());
+        vectorized(|| match self {
+            F32 => blocks(bytes, out, basic::f32),
+            F16 => blocks(bytes, out, basic::f16),
+            BF16 => blocks(bytes, out, basic::bf16),
+            Q4_0 => blocks(bytes, out, basic::q4_0),
+            Q4_1 => blocks(bytes, out, basic::q4_1),
+            Q5_0 => blocks(bytes, out, basic::q5_0),
+            Q5_1 => blocks(bytes, out, basic::q5_1),
+            Q8_0 => blocks(bytes, out, basic::q8_0),
+            Q2_K => blocks(bytes, out, k::q2_k),
+            Q3_K => blocks(bytes, out, k::q3_k),
+            Q4_K => blocks(bytes, out, k::q4_k),
+            Q5_K => blocks(bytes, out, k::q5_k),
+            Q6_K => blocks(bytes, out, k::q6_k),
+            IQ1_S => blocks(bytes, out, iq::iq1_s),
+            IQ1_M => blocks(bytes, out, iq::iq1_m),
+            IQ2_XXS => blocks(bytes, out, iq::iq2_xxs),
+            IQ2_XS => blocks(bytes, out, iq::iq2_xs),
+            IQ2_S => blocks(bytes, out, iq::iq2_s),
+            IQ3_XXS => blocks(bytes, out, iq::iq3_xxs),
+            IQ3_S => blocks(bytes, out, iq::iq3_s),
+            IQ4_NL => blocks(bytes, out, basic::iq4_nl),
+            IQ4_XS => blocks(bytes, out, iq::iq4_xs),
+            TQ1_0 => blocks(bytes, out, ternary::tq1_0),
+            TQ2_0 => blocks(bytes, out, ternary::tq2_0),
+            MXFP4 => blocks(bytes, out, basic::mxfp4),
+        })
+    }
+
     /// Bits a value takes, scales included.
     pub const fn bits(self) -> f64 {
         8.0 * self.bytes() as f64 / self.block() as f64
     }
+}
+
+/// Decodes one block after the other.
+#[inline(always)]
+fn blocks<const BYTES: usize, const VALUES: usize>(
+    bytes: &[u8],
+    out: &mut [f32],
+    decode: impl Fn(&[u8; BYTES], &mut [f32; VALUES]),
+) {
+    for (block, out) in bytes.as_chunks().0.iter().zip(out.as_chunks_mut().0) {
+        decode(block, out);
+    }
+}
+
+/// The half-precision number at a byte of a block.
+#[inline(always)]
+fn half_at(block: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
 impl std::fmt::Display for GgmlType {
