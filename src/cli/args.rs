@@ -362,7 +362,8 @@ fn parse_device(text: &str) -> Result<DeviceArg, String> {
         "cuda" => Ok(DeviceArg::AllCuda),
         _ => {
             let list = text.strip_prefix("cuda:").ok_or_else(known)?;
-            let ordinals: Vec<usize> = list.split(',').map(|n| n.parse().map_err(|_| known())).collect::<Result<_, _>>()?;
+            let ordinals: Vec<usize> =
+                list.split(',').map(|n| n.parse().map_err(|_| known())).collect::<Result<_, _>>()?;
             match ordinals.iter().enumerate().find(|(i, n)| ordinals[..*i].contains(n)) {
                 Some((_, twice)) => Err(format!("device {twice} is named twice")),
                 None => Ok(DeviceArg::Cuda(ordinals)),

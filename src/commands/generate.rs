@@ -40,8 +40,7 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     }
     let located = locate(&args.model, printer)?;
     // Prompts go in as serving engines take them.
-    let options =
-        CudaOptions { precision: Precision::Single, graphs: !args.no_cuda_graph, ..CudaOptions::default() };
+    let options = CudaOptions { precision: Precision::Single, graphs: !args.no_cuda_graph, ..CudaOptions::default() };
     let runnable = open(&located.dir, backend(&args.model.device, options, printer)?, printer)?;
     let (model, tokenizer) = (&runnable.model, runnable.tokenizer()?);
     if args.chat {

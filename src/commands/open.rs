@@ -117,8 +117,8 @@ pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<R
     for warning in &opened.warnings {
         printer.warn(warning);
     }
-    let model = Model::open(opened.source, backend)
-        .with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
+    let model =
+        Model::open(opened.source, backend).with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
     Ok(Runnable { model, tokenizer: OnceCell::new(), method: opened.method, printer })
 }
 

@@ -3,6 +3,7 @@
 
 pub mod bits;
 pub mod ggml;
+pub mod lanes;
 pub mod linalg;
 pub mod matmul;
 pub mod simd;

@@ -7,8 +7,8 @@ use super::curvature::Curvature;
 use super::grid::{LANES, Lane, Levels, levels};
 use super::order::Sequence;
 use super::{Quantized, Report};
-use crate::num::matmul::{View, product};
 use crate::backend::solver::Rounding;
+use crate::num::matmul::{View, product};
 use crate::num::simd::vectorized;
 use crate::scheme::Scheme;
 
@@ -156,8 +156,7 @@ impl Tile<'_> {
                 if !static_groups && (i == 0 || self.groups[i - 1] != group) {
                     let last = (i..n).find(|&j| self.groups[j] != group).unwrap_or(n);
                     let importance = &rounding.importance[i..last];
-                    self.levels[group] =
-                        vectorized(|| levels(&w[i..last], importance, scheme, candidates, least_zero));
+                    self.levels[group] = vectorized(|| levels(&w[i..last], importance, scheme, candidates, least_zero));
                 }
                 let u = &factor[i * n..(i + 1) * n];
                 let (levels, top) = (&self.levels[group], scheme.top() as f32);

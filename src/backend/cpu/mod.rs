@@ -5,9 +5,9 @@ mod elementwise;
 
 use rayon::prelude::*;
 
-use super::weight::Weight;
 use super::solver::Solver;
 use super::tensor::Tensor;
+use super::weight::Weight;
 use super::{
     Activation, AttentionShape, Backend, Batch, CacheShape, DeviceError, Done, Drift, Gram, KvCache, Matrix, Recording,
     RopeTable, Span,

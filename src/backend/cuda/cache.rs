@@ -67,10 +67,8 @@ impl Pages {
         let needed = len.div_ceil(PAGE);
         let device = &self.pool.device;
         if needed > self.pool.stride {
-            return Err(device.failed(format!(
-                "the key-value cache was made for {} tokens a sequence",
-                self.pool.stride * PAGE
-            )));
+            return Err(device
+                .failed(format!("the key-value cache was made for {} tokens a sequence", self.pool.stride * PAGE)));
         }
         let first = self.pages.len();
         while self.pages.len() < needed {

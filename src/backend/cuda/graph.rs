@@ -92,10 +92,7 @@ pub fn begin(device: &Arc<Device>) -> Done<()> {
     // SAFETY: the stream is this device's own.
     // Relaxed: memory is allocated while recording.
     unsafe {
-        result::stream::begin_capture(
-            device.stream.cu_stream(),
-            CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
-        )
+        result::stream::begin_capture(device.stream.cu_stream(), CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)
     }
     .map_err(|e| device.error(e))?;
     let memory = Arc::new(GraphMemory { device: device.clone(), taken: Mutex::default(), free: Mutex::default() });

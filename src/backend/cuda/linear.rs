@@ -108,13 +108,7 @@ struct Planes {
 
 impl Planes {
     /// The planes of activations, columns in the order of `gather`, filled up to `stride`.
-    fn of(
-        x: &Tensor,
-        plane: Plane,
-        precision: Precision,
-        gather: Option<&Buffer>,
-        stride: usize,
-    ) -> Done<Self> {
+    fn of(x: &Tensor, plane: Plane, precision: Precision, gather: Option<&Buffer>, stride: usize) -> Done<Self> {
         let device = x.buffer().device();
         let bytes = x.rows * stride * 2;
         let high = device.alloc(bytes)?;

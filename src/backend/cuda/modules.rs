@@ -61,7 +61,6 @@ impl Modules {
         };
         let name = CString::new(kernel).map_err(|e| device.failed(format!("kernel `{kernel}`: {e}")))?;
         // SAFETY: the module is loaded and stays so.
-        unsafe { module::get_function(module.0, name) }
-            .map_err(|e| device.failed(format!("kernel `{kernel}`: {e}")))
+        unsafe { module::get_function(module.0, name) }.map_err(|e| device.failed(format!("kernel `{kernel}`: {e}")))
     }
 }

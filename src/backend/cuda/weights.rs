@@ -35,7 +35,12 @@ pub enum Plane {
 #[derive(Debug)]
 pub enum DeviceMatrix {
     /// One plane as in the file, or two bf16 planes whose sum is the f32 weight to 16 bits.
-    Dense { plane: Plane, high: Buffer, low: Option<Buffer>, stride: usize },
+    Dense {
+        plane: Plane,
+        high: Buffer,
+        low: Option<Buffer>,
+        stride: usize,
+    },
     Quant(Quant),
 }
 

@@ -493,7 +493,8 @@ impl Run<'_> {
 /// Opens what was written, and holds it against its manifest. Failing here is no fault of the input.
 fn read_back(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let failed = |why: String| anyhow::Error::from(CheckFailed(why));
-    let artifact = open(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
+    let artifact =
+        open(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     let wrong = verify_manifest(dir).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     match wrong.first() {
         Some(wrong) => Err(failed(format!("the artifact on disk is not what was written: {wrong}"))),

@@ -1,0 +1,65 @@
+//! Blocks side by side: lane `i` of every vector belongs to block `i` of a few.
+
+use half::f16;
+
+use crate::num::lanes::{Lanes, Simd};
+
+/// The values of as many blocks as there are lanes.
+#[repr(C, align(64))]
+pub struct Blocks<S: Simd, const VALUES: usize> {
+    pub x: [Lanes<S>; VALUES],
+    /// The importance of each value's column.
+    pub importance: Option<[Lanes<S>; VALUES]>,
+    /// The mean square of each block's row; zero without importance.
+    pub row_square: Lanes<S>,
+}
+
+impl<S: Simd, const VALUES: usize> Blocks<S, VALUES> {
+    /// Weights of the errors of values `first` and following: importance times the root of `spread + x^2`, or nothing
+    /// when there is no importance.
+    #[inline(always)]
+    pub fn weights<const N: usize>(&self, first: usize, spread: Lanes<S>) -> Option<[Lanes<S>; N]> {
+        let importance = self.importance.as_ref()?;
+        Some(std::array::from_fn(|i| {
+            let x = self.x[first + i];
+            importance[first + i] * (spread + x * x).sqrt()
+        }))
+    }
+
+    /// Values `first` and following.
+    #[inline(always)]
+    pub fn part<const N: usize>(&self, first: usize) -> [Lanes<S>; N] {
+        std::array::from_fn(|i| self.x[first + i])
+    }
+}
+
+/// The encoded bytes of the blocks, fewer than lanes at the end of a tensor.
+pub struct Encoded<'a, const BYTES: usize>(pub &'a mut [[u8; BYTES]]);
+
+impl<const BYTES: usize> Encoded<'_, BYTES> {
+    /// Writes an integer's low byte into every block.
+    #[inline(always)]
+    pub fn byte<S: Simd>(&mut self, at: usize, value: Lanes<S>) {
+        let bytes = value.low_bytes();
+        for (block, byte) in self.0.iter_mut().zip(bytes) {
+            block[at] = byte;
+        }
+    }
+
+    /// Writes a half-precision number into every block, and returns what was written.
+    #[inline(always)]
+    pub fn half<S: Simd>(&mut self, at: usize, value: Lanes<S>) -> Lanes<S> {
+        for (block, &x) in self.0.iter_mut().zip(value.as_slice()) {
+            block[at..at + 2].copy_from_slice(&f16::from_f32(x).to_le_bytes());
+        }
+        value.map(|x| f16::from_f32(x).to_f32())
+    }
+
+    /// Nibbles of 32 levels below 16: values 0 to 15 low, 16 to 31 high.
+    #[inline(always)]
+    pub fn nibbles<S: Simd>(&mut self, at: usize, levels: &[Lanes<S>]) {
+        for j in 0..16 {
+            self.byte(at + j, levels[j] + levels[j + 16] * levels[j].with(16.0));
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Encoding of ggml's blocks, byte for byte as llama.cpp's `llama-quantize` on x86-64 writes them.
+//!
+//! The algorithms are those of llama.cpp (`ggml-quants.c`, ggml 0.25), told anew: a search for the scale of a block whose
+//! levels have the least weighted error. Importance, one number a column, weighs the errors: the mean square of the
+//! activations that meet the column. Blocks are independent, so each lane of a vector encodes one, in ggml's order of
+//! operations.
+
+mod basic;
+mod blocks;
+mod iq4;
+mod k;
+mod search;
+
+use rayon::prelude::*;
+use thiserror::Error;
+
+use self::blocks::{Blocks, Encoded};
+use crate::num::ggml::GgmlType;
+use crate::num::lanes::{self, Lanes, Simd, WithSimd};
+
+/// Why a matrix cannot be encoded.
+#[derive(Debug, Error, PartialEq)]
+pub enum EncodeError {
+    #[error("{kind} has blocks of {block} values, which do not fill rows of {cols}")]
+    Columns { kind: GgmlType, block: usize, cols: usize },
+    #[error("{values} values are not whole rows of {cols}")]
+    Values { values: usize, cols: usize },
+    #[error("the importance has {given} numbers for {cols} columns; it takes one a column")]
+    Importance { given: usize, cols: usize },
+    #[error("the importance of column {col} is {value}; it must be a finite number, not negative")]
+    BadImportance { col: usize, value: f32 },
+    #[error("{kind} is too coarse without importance; give an importance matrix or take another type")]
+    NeedsImportance { kind: GgmlType },
+    #[error("row {row}, column {col} is {value}; only finite values can be encoded")]
+    NotFinite { row: usize, col: usize, value: f32 },
+    #[error("{given} bytes were given for {needed} encoded ones")]
+    Length { given: usize, needed: usize },
+}
+
+/// Encodes a matrix of rows of `cols` values, one row of blocks after the other.
+///
+/// `importance` has one number a column; types that do not use it ignore it.
+///
+/// # Errors
+///
+/// When sizes do not belong together, a number is not finite, or the type needs importance and has none.
+pub fn encode(kind: GgmlType, values: &[f32], cols: usize, importance: Option<&[f32]>) -> Result<Vec<u8>, EncodeError> {
+    let mut out = vec![0; needed(kind, values.len(), cols)?];
+    encode_into(kind, values, cols, importance, &mut out)?;
+    Ok(out)
+}
+
+/// Bytes of an encoded matrix.
+fn needed(kind: GgmlType, values: usize, cols: usize) -> Result<usize, EncodeError> {
+    let row = kind.row_bytes(cols).ok_or(EncodeError::Columns { kind, block: kind.block(), cols })?;
+    match values.checked_rem(cols) {
+        Some(0) => Ok(values / cols * row),
+        _ => Err(EncodeError::Values { values, cols }),
+    }
+}
+
+/// As [`encode`], into bytes that are there.
+pub fn encode_into(
+    kind: GgmlType,
+    values: &[f32],
+    cols: usize,
+    importance: Option<&[f32]>,
+    out: &mut [u8],
+) -> Result<(), EncodeError> {
+    let needed = needed(kind, values.len(), cols)?;
+    if out.len() != needed {
+        return Err(EncodeError::Length { given: out.len(), needed });
+    }
+    if let Some(i) = values.par_iter().position_first(|v| !v.is_finite()) {
+        return Err(EncodeError::NotFinite { row: i / cols, col: i % cols, value: values[i] });
+    }
+    if let Some(importance) = importance {
+        if importance.len() != cols {
+            return Err(EncodeError::Importance { given: importance.len(), cols });
+        }
+        if let Some(col) = importance.iter().position(|v| !(v.is_finite() && *v >= 0.0)) {
+            return Err(EncodeError::BadImportance { col, value: importance[col] });
+        }
+    }
+    use GgmlType::*;
+    let matrix = Matrix { values, cols, importance };
+    match kind {
+        F32 => matrix.numbers(out, f32::to_le_bytes),
+        F16 => matrix.numbers(out, |x| half::f16::from_f32(x).to_le_bytes()),
+        BF16 => matrix.numbers(out, |x| half::bf16::from_f32(x).to_le_bytes()),
+        Q4_0 => matrix.lanes(out, Q40),
+        Q4_1 => matrix.lanes(out, Q41),
+        Q5_0 => matrix.lanes(out, Q50),
+        Q5_1 => matrix.lanes(out, Q51),
+        Q8_0 => matrix.lanes(out, Q80),
+        Q2_K => matrix.lanes(out, Q2K),
+        Q3_K => matrix.lanes(out, Q3K),
+        Q4_K => matrix.lanes(out, Q4K),
+        Q5_K => matrix.lanes(out, Q5K),
+        Q6_K => matrix.lanes(out, Q6K),
+        IQ4_NL => matrix.lanes(out, Iq4Nl),
+        IQ4_XS => matrix.lanes(out, Iq4Xs),
+        TQ1_0 => matrix.lanes(out, Tq1),
+        TQ2_0 => matrix.lanes(out, Tq2),
+        MXFP4 => matrix.lanes(out, Mxfp4),
+        _ => return Err(EncodeError::NeedsImportance { kind }),
+    }
+    Ok(())
+}
+
+/// What is encoded.
+#[derive(Clone, Copy)]
+struct Matrix<'a> {
+    values: &'a [f32],
+    cols: usize,
+    importance: Option<&'a [f32]>,
+}
+
+/// Blocks that one thread encodes at a time.
+const PIECE: usize = 256;
+
+/// The encoder of a type.
+trait Encoder<const VALUES: usize, const BYTES: usize>: Copy + Sync {
+    fn encode<S: Simd>(self, blocks: &Blocks<S, VALUES>, out: Encoded<BYTES>);
+}
+
+macro_rules! encoders {
+    ($($name:ident = $module:ident::$function:ident, $values:literal, $bytes:literal;)*) => {
+        $(
+            #[derive(Clone, Copy)]
+            struct $name;
+
+            impl Encoder<$values, $bytes> for $name {
+                #[inline(always)]
+                fn encode<S: Simd>(self, blocks: &Blocks<S, $values>, out: Encoded<$bytes>) {
+                    $module::$function(blocks, out);
+                }
+            }
+        )*
+    };
+}
+
+encoders! {
+    Q40 = basic::q4_0, 32, 18;
+    Q41 = basic::q4_1, 32, 20;
+    Q50 = basic::q5_0, 32, 22;
+    Q51 = basic::q5_1, 32, 24;
+    Q80 = basic::q8_0, 32, 34;
+    Mxfp4 = basic::mxfp4, 32, 17;
+    Tq1 = basic::tq1_0, 256, 54;
+    Tq2 = basic::tq2_0, 256, 66;
+    Q2K = k::q2_k, 256, 84;
+    Q3K = k::q3_k, 256, 110;
+    Q4K = k::q4_k, 256, 144;
+    Q5K = k::q5_k, 256, 176;
+    Q6K = k::q6_k, 256, 210;
+    Iq4Nl = iq4::iq4_nl, 32, 18;
+    Iq4Xs = iq4::iq4_xs, 256, 136;
+}
+
+impl Matrix<'_> {
+    /// Plain numbers.
+    fn numbers<const BYTES: usize>(self, out: &mut [u8], store: impl Fn(f32) -> [u8; BYTES] + Sync) {
+        let piece = 65536;
+        out.par_chunks_mut(piece * BYTES).zip(self.values.par_chunks(piece)).for_each(|(out, values)| {
+            for (out, &x) in out.as_chunks_mut().0.iter_mut().zip(values) {
+                *out = store(x);
+            }
+        });
+    }
+
+    /// Blocks side by side in lanes.
+    fn lanes<const VALUES: usize, const BYTES: usize>(self, out: &mut [u8], encoder: impl Encoder<VALUES, BYTES>) {
+        let squares = self.row_squares(VALUES);
+        out.as_chunks_mut().0.par_chunks_mut(PIECE).enumerate().for_each(|(i, out)| {
+            lanes::run(Piece { matrix: self, squares: &squares, first: i * PIECE, out, encoder });
+        });
+    }
+
+    /// Mean squares of rows, for the small blocks that weigh by them.
+    fn row_squares(self, values: usize) -> Vec<f32> {
+        if self.importance.is_none() || values != 32 {
+            return Vec::new();
+        }
+        let mean = |row: &[f32]| row.iter().fold(0.0, |sum, x| sum + x * x) / self.cols as f32;
+        self.values.par_chunks(self.cols).map(mean).collect()
+    }
+}
+
+/// Successive blocks for one thread.
+struct Piece<'a, E, const VALUES: usize, const BYTES: usize> {
+    matrix: Matrix<'a>,
+    squares: &'a [f32],
+    /// Number of the first block in the matrix.
+    first: usize,
+    out: &'a mut [[u8; BYTES]],
+    encoder: E,
+}
+
+impl<E: Encoder<VALUES, BYTES>, const VALUES: usize, const BYTES: usize> WithSimd for Piece<'_, E, VALUES, BYTES> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Matrix { values, cols, importance } = self.matrix;
+        let per_row = cols / VALUES;
+        let zero = Lanes::splat(simd, 0.0);
+        let mut blocks = Blocks { x: [zero; VALUES], importance: importance.map(|_| [zero; VALUES]), row_square: zero };
+        for (i, out) in self.out.chunks_mut(Lanes::<S>::COUNT).enumerate() {
+            let first = self.first + i * Lanes::<S>::COUNT;
+            for lane in 0..out.len() {
+                let block = first + lane;
+                for (lanes, &x) in blocks.x.iter_mut().zip(&values[block * VALUES..]) {
+                    lanes.as_mut_slice()[lane] = x;
+                }
+                if let (Some(lanes), Some(importance)) = (&mut blocks.importance, importance) {
+                    let start = block % per_row * VALUES;
+                    for (lanes, &q) in lanes.iter_mut().zip(&importance[start..start + VALUES]) {
+                        lanes.as_mut_slice()[lane] = q;
+                    }
+                }
+                blocks.row_square.as_mut_slice()[lane] = self.squares.get(block / per_row).copied().unwrap_or(0.0);
+            }
+            self.encoder.encode(&blocks, Encoded(out));
+        }
+    }
+}
