@@ -2,6 +2,7 @@
 
 use half::f16;
 
+use super::search::each;
 use crate::num::lanes::{Lanes, Simd};
 
 /// The values of as many blocks as there are lanes.
@@ -20,7 +21,7 @@ impl<S: Simd, const VALUES: usize> Blocks<S, VALUES> {
     #[inline(always)]
     pub fn weights<const N: usize>(&self, first: usize, spread: Lanes<S>) -> Option<[Lanes<S>; N]> {
         let importance = self.importance.as_ref()?;
-        Some(std::array::from_fn(|i| {
+        Some(each(self.row_square, |i| {
             let x = self.x[first + i];
             importance[first + i] * (spread + x * x).sqrt()
         }))
@@ -29,8 +30,21 @@ impl<S: Simd, const VALUES: usize> Blocks<S, VALUES> {
     /// Values `first` and following.
     #[inline(always)]
     pub fn part<const N: usize>(&self, first: usize) -> [Lanes<S>; N] {
-        std::array::from_fn(|i| self.x[first + i])
+        each(self.row_square, |i| self.x[first + i])
     }
+}
+
+/// The high bits and the low nibble of an integer below 256.
+#[inline(always)]
+pub fn parts<S: Simd>(l: Lanes<S>) -> (Lanes<S>, Lanes<S>) {
+    let high = ((l - l.with(7.5)) * l.with(1.0 / 16.0)).round();
+    (high, l - high * l.with(16.0))
+}
+
+/// A byte of four numbers below 4, the first one lowest.
+#[inline(always)]
+pub fn four<S: Simd>([a, b, c, d]: [Lanes<S>; 4]) -> Lanes<S> {
+    a + b * a.with(4.0) + c * a.with(16.0) + d * a.with(64.0)
 }
 
 /// The encoded bytes of the blocks, fewer than lanes at the end of a tensor.

@@ -1,9 +1,9 @@
 //! The K-quants: 256 values in sub-blocks, whose scales (and minima) are quantized in turn. After the search every level
 //! is set anew for the scales as they are stored.
 
-use super::blocks::{Blocks, Encoded};
+use super::blocks::{Blocks, Encoded, four, parts};
 use super::search::{
-    IMPORTANT, TINY, Tries, affine, extreme, largest, positive, ratio, sum, sum_of_squares, symmetric,
+    IMPORTANT, TINY, Tries, affine, each, extreme, largest, positive, ratio, sum, sum_of_squares, symmetric,
     symmetric_descent,
 };
 use crate::num::lanes::{Lanes, Simd};
@@ -11,18 +11,12 @@ use crate::num::lanes::{Lanes, Simd};
 /// Quantized scales of `N` sub-blocks with their common factor.
 type Scales<S, const N: usize> = (Lanes<S>, [Lanes<S>; N]);
 
-/// The quotient without remainder of integers below 64.
-#[inline(always)]
-fn high<S: Simd>(l: Lanes<S>, unit: f32) -> Lanes<S> {
-    ((l - l.with((unit - 1.0) / 2.0)) * l.with(1.0 / unit)).round()
-}
-
 /// Scales or minima to codes up to `top`, the largest exactly on it.
 #[inline(always)]
 fn by_largest<S: Simd, const N: usize>(values: &[Lanes<S>; N], top: f32) -> Scales<S, N> {
     let most = largest(values);
     let inverse = ratio(most.with(top), most);
-    (most / most.with(top), values.map(|v| (inverse * v).round().min(most.with(top))))
+    (most / most.with(top), each(most, |j| (inverse * values[j]).round().min(most.with(top))))
 }
 
 /// Levels for the scale and minimum as stored; where the scale is zero the searched ones stay.
@@ -47,12 +41,10 @@ fn again_symmetric<S: Simd, const N: usize>(x: &[Lanes<S>], levels: &mut [Lanes<
 
 /// Two low bits of each level; see the decoder for the order.
 #[inline(always)]
-fn put_pairs<S: Simd, const BYTES: usize>(out: &mut Encoded<BYTES>, at: usize, level: impl Fn(usize) -> Lanes<S>) {
+fn put_pairs<S: Simd, const BYTES: usize>(out: &mut Encoded<BYTES>, at: usize, levels: &[[Lanes<S>; 16]; 16]) {
     for h in 0..2 {
         for l in 0..32 {
-            let [a, b, c, d] = std::array::from_fn(|k| level(128 * h + 32 * k + l));
-            let byte = a + b * a.with(4.0) + c * a.with(16.0) + d * a.with(64.0);
-            out.byte(at + 32 * h + l, byte);
+            out.byte(at + 32 * h + l, four([0, 2, 4, 6].map(|k| levels[8 * h + k + l / 16][l % 16])));
         }
     }
 }
@@ -72,7 +64,7 @@ pub fn q2_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<84>) {
             }
             None => {
                 let tries = Tries { first: -0.5, step: 0.1, last: 15, magnitude: true };
-                affine(&x, &x.map(Lanes::abs), 3.0, tries)
+                affine(&x, &each(zero, |i| x[i].abs()), 3.0, tries)
             }
         };
     }
@@ -82,7 +74,7 @@ pub fn q2_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<84>) {
         out.byte(j, codes[j] + min_codes[j] * zero.with(16.0));
         again(&blocks.x[16 * j..], &mut levels[j], d * codes[j], dmin * min_codes[j], 3.0);
     }
-    put_pairs(&mut out, 16, |i| levels[i / 16][i % 16]);
+    put_pairs(&mut out, 16, &levels);
 }
 
 /// Codes of scales and of minima.
@@ -123,38 +115,37 @@ pub fn q3_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<110>) {
             let most = extreme(&scales);
             let none = most.eq(zero);
             let inverse = zero.with(-32.0) / most;
-            let code = |s: Lanes<S>| none.select(zero, (inverse * s).round().clamp(-32.0, 31.0) + zero.with(32.0));
-            (none.select(zero, zero.with(1.0) / inverse), scales.map(code))
+            let code = |j: usize| (inverse * scales[j]).round().clamp(-32.0, 31.0) + zero.with(32.0);
+            (none.select(zero, zero.with(1.0) / inverse), each(zero, |j| none.select(zero, code(j))))
         }
     };
     let d = out.half(108, d);
     for j in 0..16 {
         again_symmetric(&blocks.x[16 * j..], &mut levels[j], d * (codes[j] - zero.with(32.0)), 4.0);
     }
-    let level = |i: usize| levels[i / 16][i % 16];
     for l in 0..32 {
         let mut byte = zero;
         for k in 0..8 {
-            byte += level(32 * k + l).gt(zero.with(3.0)).select(zero.with((1 << k) as f32), zero);
+            let level = &mut levels[2 * k + l / 16][l % 16];
+            let high = level.gt(zero.with(3.0));
+            byte += high.select(zero.with((1 << k) as f32), zero);
+            *level = *level - high.select(zero.with(4.0), zero);
         }
         out.byte(l, byte);
     }
-    put_pairs(&mut out, 32, |i| level(i) - level(i).gt(zero.with(3.0)).select(zero.with(4.0), zero));
-    let highs = codes.map(|c| high(c, 16.0));
+    put_pairs(&mut out, 32, &levels);
+    let halves = codes.map(parts);
     for j in 0..8 {
-        let low = |j: usize| codes[j] - highs[j] * zero.with(16.0);
-        out.byte(96 + j, low(j) + low(j + 8) * zero.with(16.0));
+        out.byte(96 + j, halves[j].1 + halves[j + 8].1 * zero.with(16.0));
     }
     for j in 0..4 {
-        let [a, b, c, d] = std::array::from_fn(|k| highs[4 * k + j]);
-        out.byte(104 + j, a + b * zero.with(4.0) + c * zero.with(16.0) + d * zero.with(64.0));
+        out.byte(104 + j, four([0, 4, 8, 12].map(|k| halves[j + k].0)));
     }
 }
 
 /// Scales and minima of eight sub-blocks, six bits each, at byte 4; see the decoder.
 #[inline(always)]
 fn put_scales<S: Simd, const BYTES: usize>(out: &mut Encoded<BYTES>, codes: &[Lanes<S>; 8], mins: &[Lanes<S>; 8]) {
-    let parts = |v: Lanes<S>| (high(v, 16.0), v - high(v, 16.0) * v.with(16.0));
     for j in 0..4 {
         let ((scale_high, scale_low), (min_high, min_low)) = (parts(codes[j + 4]), parts(mins[j + 4]));
         let unit = scale_high.with(64.0);
@@ -185,7 +176,7 @@ fn eight_affine<S: Simd, const BYTES: usize>(
             }
             None => {
                 let size = (sum_of_squares(&x) / zero.with(32.0)).sqrt();
-                affine(&x, &x.map(|v| size + v.abs()), n, tries)
+                affine(&x, &each(zero, |i| size + x[i].abs()), n, tries)
             }
         };
     }
@@ -213,20 +204,21 @@ pub fn q4_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<144>) {
 #[inline(always)]
 pub fn q5_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<176>) {
     let tries = Tries { first: -0.5, step: 0.1, last: 15, magnitude: false };
-    let levels = eight_affine(blocks, &mut out, 31.0, tries);
+    let mut levels = eight_affine(blocks, &mut out, 31.0, tries);
     let zero = blocks.x[0].with(0.0);
     let (sixteen, top) = (zero.with(16.0), zero.with(15.0));
     for l in 0..32 {
         let mut byte = zero;
         for j in 0..8 {
-            byte += levels[j][l].gt(top).select(zero.with((1 << j) as f32), zero);
+            let high = levels[j][l].gt(top);
+            byte += high.select(zero.with((1 << j) as f32), zero);
+            levels[j][l] = levels[j][l] - high.select(sixteen, zero);
         }
         out.byte(16 + l, byte);
     }
-    let low = |l: Lanes<S>| l - l.gt(top).select(sixteen, zero);
     for j in 0..4 {
         for l in 0..32 {
-            out.byte(48 + 32 * j + l, low(levels[2 * j][l]) + low(levels[2 * j + 1][l]) * sixteen);
+            out.byte(48 + 32 * j + l, levels[2 * j][l] + levels[2 * j + 1][l] * sixteen);
         }
     }
 }
@@ -239,8 +231,8 @@ pub fn q6_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<210>) {
     for j in 0..16 {
         let x = blocks.part::<16>(16 * j);
         let weights = match &blocks.importance {
-            Some(importance) => std::array::from_fn(|i| importance[16 * j + i]),
-            None => x.map(|v| v * v),
+            Some(importance) => each(zero, |i| importance[16 * j + i]),
+            None => each(zero, |i| x[i] * x[i]),
         };
         (scales[j], levels[j]) = symmetric(&x, &weights, 32);
     }
@@ -259,16 +251,10 @@ pub fn q6_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<210>) {
     let sixteen = zero.with(16.0);
     for h in 0..2 {
         for l in 0..32 {
-            let four: [Lanes<S>; 4] = std::array::from_fn(|k| {
-                let i = 128 * h + 32 * k + l;
-                levels[i / 16][i % 16]
-            });
-            let highs = four.map(|v| high(v, 16.0));
-            let low = |k: usize| four[k] - highs[k] * sixteen;
-            out.byte(64 * h + l, low(0) + low(2) * sixteen);
-            out.byte(64 * h + 32 + l, low(1) + low(3) * sixteen);
-            let byte = highs[0] + highs[1] * zero.with(4.0) + highs[2] * sixteen + highs[3] * zero.with(64.0);
-            out.byte(128 + 32 * h + l, byte);
+            let halves = [0, 2, 4, 6].map(|k| levels[8 * h + k + l / 16][l % 16]).map(parts);
+            out.byte(64 * h + l, halves[0].1 + halves[2].1 * sixteen);
+            out.byte(64 * h + 32 + l, halves[1].1 + halves[3].1 * sixteen);
+            out.byte(128 + 32 * h + l, four(halves.map(|half| half.0)));
         }
     }
 }

@@ -17,6 +17,7 @@ use thiserror::Error;
 use self::blocks::{Blocks, Encoded};
 use crate::num::ggml::GgmlType;
 use crate::num::lanes::{self, Lanes, Simd, WithSimd};
+use crate::num::simd::vectorized;
 
 /// Why a matrix cannot be encoded.
 #[derive(Debug, Error, PartialEq)]
@@ -71,7 +72,7 @@ pub fn encode_into(
     if out.len() != needed {
         return Err(EncodeError::Length { given: out.len(), needed });
     }
-    if let Some(i) = values.par_iter().position_first(|v| !v.is_finite()) {
+    if let Some(i) = not_finite(values) {
         return Err(EncodeError::NotFinite { row: i / cols, col: i % cols, value: values[i] });
     }
     if let Some(importance) = importance {
@@ -106,6 +107,14 @@ pub fn encode_into(
         _ => return Err(EncodeError::NeedsImportance { kind }),
     }
     Ok(())
+}
+
+/// Where the first value is that is not finite.
+fn not_finite(values: &[f32]) -> Option<usize> {
+    let piece = 65536;
+    let bad = |piece: &[f32]| vectorized(|| piece.iter().fold(false, |bad, v| bad | !v.is_finite()));
+    let first = values.par_chunks(piece).position_first(bad)? * piece;
+    values[first..].iter().position(|v| !v.is_finite()).map(|i| first + i)
 }
 
 /// What is encoded.

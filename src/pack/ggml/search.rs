@@ -8,6 +8,17 @@ use crate::num::lanes::{Lanes, Simd, Truths};
 /// Below this magnitude ggml takes values for zero.
 pub const TINY: f32 = 1e-15;
 
+/// An array from a function of the index. Unlike the standard library's it is sure to be compiled for the vectors at
+/// hand, as everything here must be: a function that is left out of line falls back to the plainest instructions.
+#[inline(always)]
+pub fn each<S: Simd, const N: usize>(zero: Lanes<S>, f: impl Fn(usize) -> Lanes<S>) -> [Lanes<S>; N] {
+    let mut all = [zero; N];
+    for (i, lanes) in all.iter_mut().enumerate() {
+        *lanes = f(i);
+    }
+    all
+}
+
 /// The first value of largest magnitude, with its sign.
 #[inline(always)]
 pub fn extreme<S: Simd>(x: &[Lanes<S>]) -> Lanes<S> {
@@ -67,29 +78,25 @@ pub fn symmetric<S: Simd, const N: usize>(
     let extreme = extreme(x);
     let empty = extreme.abs().lt(zero.with(TINY));
     let (low, high) = (-n as f32, (n - 1) as f32);
-    let sums = |inverse: Lanes<S>| {
+    let (mut inverse, mut scale, mut best) = (zero, zero, zero);
+    for t in [0, -9, -8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8, 9] {
+        let tried = zero.with(-(n as f32 + 0.1 * t as f32)) / extreme;
         let (mut along, mut square) = (zero, zero);
         for i in 0..N {
-            let l = (inverse * x[i]).round().clamp(low, high);
+            let l = (tried * x[i]).round().clamp(low, high);
             along += weights[i] * x[i] * l;
             square += weights[i] * l * l;
         }
-        (along, square)
-    };
-    let mut inverse = zero.with(low) / extreme;
-    let (along, square) = sums(inverse);
-    let mut scale = ratio(along, square);
-    let mut best = scale * along;
-    for t in (-9..=9).filter(|&t| t != 0) {
-        let tried = zero.with(-(n as f32 + 0.1 * t as f32)) / extreme;
-        let (along, square) = sums(tried);
-        let better = square.gt(zero) & (along * along).gt(best * square);
-        scale = better.select(along / square, scale);
+        let better = match t {
+            0 => zero.eq(zero),
+            _ => square.gt(zero) & (along * along).gt(best * square),
+        };
+        scale = better.select(ratio(along, square), scale);
         best = better.select(scale * along, best);
         inverse = better.select(tried, inverse);
     }
-    let levels =
-        std::array::from_fn(|i| empty.select(zero, (inverse * x[i]).round().clamp(low, high) + zero.with(n as f32)));
+    let count = zero.with(n as f32);
+    let levels = each(zero, |i| empty.select(zero, (inverse * x[i]).round().clamp(low, high) + count));
     (empty.select(zero, scale), levels)
 }
 
@@ -139,8 +146,8 @@ pub fn symmetric_descent<S: Simd, const N: usize>(x: &[Lanes<S>; N], n: i32) -> 
     let empty = extreme.abs().lt(zero.with(TINY));
     let (low, high) = (-n as f32, (n - 1) as f32);
     let inverse = zero.with(low) / extreme;
-    let weights = std::array::from_fn(|i| x[i] * x[i]);
-    let mut levels: [Lanes<S>; N] = std::array::from_fn(|i| (inverse * x[i]).round().clamp(low, high));
+    let weights = each(zero, |i| x[i] * x[i]);
+    let mut levels: [Lanes<S>; N] = each(zero, |i| (inverse * x[i]).round().clamp(low, high));
     let (mut along, mut square) = (zero, zero);
     for i in 0..N {
         along += weights[i] * x[i] * levels[i];
@@ -149,8 +156,14 @@ pub fn symmetric_descent<S: Simd, const N: usize>(x: &[Lanes<S>; N], n: i32) -> 
     let place = |l: Lanes<S>| l.clamp(low, high);
     let allowed = |along: Lanes<S>, _| along.gt(zero);
     let (along, square) = descend(x, &weights, &mut levels, (along, square), place, allowed);
-    let levels = levels.map(|l| empty.select(zero, l + zero.with(n as f32)));
+    let levels = each(zero, |i| empty.select(zero, levels[i] + zero.with(n as f32)));
     (empty.select(zero, ratio(along, square)), levels)
+}
+
+/// ggml keeps levels in bytes, in which negative ones wrap.
+#[inline(always)]
+fn wrapped<S: Simd>(l: Lanes<S>) -> Lanes<S> {
+    l.lt(l.with(0.0)).select(l + l.with(256.0), l)
 }
 
 /// A grid for values that are not negative, such as the scales of sub-blocks: levels 0 to `n`.
@@ -164,38 +177,34 @@ pub fn positive<S: Simd, const N: usize>(
     let (top, one) = (zero.with(n), zero.with(1.0));
     let most = largest(x);
     let empty = most.lt(zero.with(TINY));
-    let error = |inverse: Lanes<S>, limit: Lanes<S>| {
-        let scale = one / inverse;
+    let (mut inverse, mut best) = (zero, zero);
+    for t in [0, -4, -3, -2, -1, 1, 2, 3, 4] {
+        let tried = zero.with(0.1 * t as f32 + n) / most;
+        let scale = one / tried;
+        // The first try may exceed the top.
+        let limit = if t == 0 { zero.with(f32::INFINITY) } else { top };
         let mut error = zero;
         for i in 0..N {
-            let difference = x[i] - scale * (inverse * x[i]).round().min(limit);
+            let difference = x[i] - scale * (tried * x[i]).round().min(limit);
             error += weights[i] * difference * difference;
         }
-        error
-    };
-    let mut inverse = top / most;
-    // The first try may exceed the top.
-    let mut best = error(inverse, zero.with(f32::INFINITY));
-    for t in (-4..=4).filter(|&t| t != 0) {
-        let tried = zero.with(0.1 * t as f32 + n) / most;
-        let tried_error = error(tried, top);
-        let better = tried_error.lt(best);
-        best = better.select(tried_error, best);
+        let better = if t == 0 { zero.eq(zero) } else { error.lt(best) };
+        best = better.select(error, best);
         inverse = better.select(tried, inverse);
     }
-    let mut levels: [Lanes<S>; N] = std::array::from_fn(|i| (inverse * x[i]).round().min(top));
+    let mut levels: [Lanes<S>; N] = each(zero, |i| (inverse * x[i]).round().min(top));
     let (mut along, mut square) = (zero, zero);
     for i in 0..N {
         along += weights[i] * x[i] * levels[i];
         square += weights[i] * levels[i] * levels[i];
     }
-    // ggml keeps levels in bytes, in which negative ones wrap.
-    let wrapped = |l: Lanes<S>| l.lt(zero).select(l + zero.with(256.0), l);
-    levels = levels.map(wrapped);
+    for l in &mut levels {
+        *l = wrapped(*l);
+    }
     let place = |l: Lanes<S>| wrapped(l.min(top));
     let allowed = |along: Lanes<S>, square: Lanes<S>| along.gt(zero) & square.gt(zero);
     let (along, square) = descend(x, weights, &mut levels, (along, square), place, allowed);
-    (empty.select(zero, ratio(along, square)), levels.map(|l| empty.select(zero, l)))
+    (empty.select(zero, ratio(along, square)), each(zero, |i| empty.select(zero, levels[i])))
 }
 
 /// The tries of [`affine`]: the numerator of the inverse scale is `n + first + step * t`, `t` from 0 to `last`.
@@ -210,6 +219,31 @@ pub struct Tries {
 
 /// The tries for weights with importance.
 pub const IMPORTANT: Tries = Tries { first: -0.9, step: 0.05, last: 36, magnitude: false };
+
+/// The level of a value above a minimum.
+#[inline(always)]
+fn affine_level<S: Simd>(inverse: Lanes<S>, x: Lanes<S>, min: Lanes<S>, n: f32) -> Lanes<S> {
+    (inverse * (x - min)).round().clamp(0.0, n)
+}
+
+/// The weighted error of levels.
+#[inline(always)]
+fn affine_error<S: Simd, const N: usize>(
+    x: &[Lanes<S>; N],
+    weights: &[Lanes<S>; N],
+    levels: &[Lanes<S>; N],
+    scale: Lanes<S>,
+    min: Lanes<S>,
+    tries: Tries,
+) -> Lanes<S> {
+    let mut error = scale.with(0.0);
+    for i in 0..N {
+        let difference = scale * levels[i] + min - x[i];
+        let size = if tries.magnitude { difference.abs() } else { difference * difference };
+        error += weights[i] * size;
+    }
+    error
+}
 
 /// A grid with a minimum: values are near `scale * level - minimum`, levels 0 to `n`, the minimum not negative.
 ///
@@ -233,26 +267,16 @@ pub fn affine<S: Simd, const N: usize>(
     }
     min = min.gt(zero).select(zero, min);
     let empty = min.ge(max);
-    let level = |inverse: Lanes<S>, min: Lanes<S>, i: usize| (inverse * (x[i] - min)).round().clamp(0.0, n);
-    let error = |levels: &[Lanes<S>; N], scale: Lanes<S>, min: Lanes<S>| {
-        let mut error = zero;
-        for i in 0..N {
-            let difference = scale * levels[i] + min - x[i];
-            let size = if tries.magnitude { difference.abs() } else { difference * difference };
-            error += weights[i] * size;
-        }
-        error
-    };
     let mut inverse = zero.with(n) / (max - min);
     let mut scale = zero.with(1.0) / inverse;
     let mut start = min;
-    let mut levels = std::array::from_fn(|i| level(inverse, min, i));
-    let mut best = error(&levels, scale, min);
+    let mut levels = each(zero, |i| affine_level(inverse, x[i], min, n));
+    let mut best = affine_error(x, weights, &levels, scale, min, tries);
     for t in 0..=tries.last {
         let tried = zero.with(tries.first + tries.step * t as f32 + n) / (max - min);
         let (mut sum_l, mut sum_l2, mut sum_xl) = (zero, zero, zero);
         for i in 0..N {
-            let l = level(tried, min, i);
+            let l = affine_level(tried, x[i], min, n);
             levels[i] = l;
             let wl = weights[i] * l;
             sum_l += wl;
@@ -265,7 +289,7 @@ pub fn affine<S: Simd, const N: usize>(
         let above = free_min.gt(zero);
         let tried_scale = above.select(sum_xl / sum_l2, free_scale);
         let tried_min = above.select(zero, free_min);
-        let tried_error = error(&levels, tried_scale, tried_min);
+        let tried_error = affine_error(x, weights, &levels, tried_scale, tried_min, tries);
         let better = determinant.gt(zero) & tried_error.lt(best);
         best = better.select(tried_error, best);
         inverse = better.select(tried, inverse);
@@ -273,6 +297,6 @@ pub fn affine<S: Simd, const N: usize>(
         scale = better.select(tried_scale, scale);
         min = better.select(tried_min, min);
     }
-    let levels = std::array::from_fn(|i| empty.select(zero, level(inverse, start, i)));
+    let levels = each(zero, |i| empty.select(zero, affine_level(inverse, x[i], start, n)));
     (empty.select(zero, scale), -min, levels)
 }
