@@ -32,7 +32,7 @@ fn symmetric_levels<S: Simd>(blocks: &Blocks<S, 32>, n: i32) -> (Lanes<S>, [Lane
             let d = extreme(&blocks.x) / blocks.x[0].with(-n as f32);
             let inverse = ratio(d.with(1.0), d);
             let (middle, top) = (d.with(n as f32 + 0.5), d.with((2 * n - 1) as f32));
-            (d, each(d, |i| floor(blocks.x[i] * inverse + middle).min(top)))
+            (d, each!(d, |i| floor(blocks.x[i] * inverse + middle).min(top)))
         }
     }
 }
@@ -53,7 +53,7 @@ fn affine_levels<S: Simd>(blocks: &Blocks<S, 32>, n: f32) -> (Lanes<S>, Lanes<S>
     let top = min.with(n);
     let d = (max - min) / top;
     let inverse = ratio(d.with(1.0), d);
-    (d, min, each(d, |i| floor((x[i] - min) * inverse + min.with(0.5)).min(top)))
+    (d, min, each!(d, |i| floor((x[i] - min) * inverse + min.with(0.5)).min(top)))
 }
 
 /// The fifth bits of 32 levels at byte `at`, the nibbles after them.
@@ -68,7 +68,8 @@ fn put_five<S: Simd, const BYTES: usize>(out: &mut Encoded<BYTES>, at: usize, le
         }
         out.byte(at + k, byte);
     }
-    out.nibbles(at + 4, &each::<S, 32>(zero, |i| levels[i] - levels[i].gt(top).select(sixteen, zero)));
+    let low: [Lanes<S>; 32] = each!(zero, |i| levels[i] - levels[i].gt(top).select(sixteen, zero));
+    out.nibbles(at + 4, &low);
 }
 
 #[inline(always)]
@@ -121,7 +122,7 @@ pub fn mxfp4<S: Simd>(blocks: &Blocks<S, 32>, mut out: Encoded<17>) {
     let exponents = extreme(&blocks.x).abs().map(|most| exponent(most).max(0.0));
     let scale = exponents.map(|e| mxfp4_scale(e as u8));
     out.byte(0, exponents);
-    let levels: [Lanes<S>; 32] = each(scale, |i| {
+    let levels: [Lanes<S>; 32] = each!(scale, |i| {
         let x = blocks.x[i];
         let (mut best, mut level) = ((scale * x.with(0.0) - x).abs(), x.with(0.0));
         for (k, &value) in MXFP4_LEVELS.iter().enumerate().skip(1) {
@@ -140,7 +141,7 @@ pub fn mxfp4<S: Simd>(blocks: &Blocks<S, 32>, mut out: Encoded<17>) {
 fn ternary_levels<S: Simd>(blocks: &Blocks<S, 256>) -> (Lanes<S>, [Lanes<S>; 256]) {
     let d = extreme(&blocks.x).abs();
     let inverse = ratio(d.with(1.0), d);
-    (d, each(d, |i| round_away(blocks.x[i] * inverse) + d.with(1.0)))
+    (d, each!(d, |i| round_away(blocks.x[i] * inverse) + d.with(1.0)))
 }
 
 #[inline(always)]
@@ -168,7 +169,7 @@ pub fn tq2_0<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<66>) {
     out.half(64, d);
     for h in 0..2 {
         for l in 0..32 {
-            out.byte(32 * h + l, four([0, 32, 64, 96].map(|k| levels[128 * h + k + l])));
+            out.byte(32 * h + l, four(each!(d, |k| levels[128 * h + 32 * k + l])));
         }
     }
 }

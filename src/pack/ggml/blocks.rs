@@ -21,7 +21,7 @@ impl<S: Simd, const VALUES: usize> Blocks<S, VALUES> {
     #[inline(always)]
     pub fn weights<const N: usize>(&self, first: usize, spread: Lanes<S>) -> Option<[Lanes<S>; N]> {
         let importance = self.importance.as_ref()?;
-        Some(each(self.row_square, |i| {
+        Some(each!(self.row_square, |i| {
             let x = self.x[first + i];
             importance[first + i] * (spread + x * x).sqrt()
         }))
@@ -30,15 +30,20 @@ impl<S: Simd, const VALUES: usize> Blocks<S, VALUES> {
     /// Values `first` and following.
     #[inline(always)]
     pub fn part<const N: usize>(&self, first: usize) -> [Lanes<S>; N] {
-        each(self.row_square, |i| self.x[first + i])
+        each!(self.row_square, |i| self.x[first + i])
     }
 }
 
-/// The high bits and the low nibble of an integer below 256.
+/// All but the lowest four bits of an integer below 256.
 #[inline(always)]
-pub fn parts<S: Simd>(l: Lanes<S>) -> (Lanes<S>, Lanes<S>) {
-    let high = ((l - l.with(7.5)) * l.with(1.0 / 16.0)).round();
-    (high, l - high * l.with(16.0))
+pub fn high<S: Simd>(l: Lanes<S>) -> Lanes<S> {
+    ((l - l.with(7.5)) * l.with(1.0 / 16.0)).round()
+}
+
+/// The lowest four bits, given the others.
+#[inline(always)]
+pub fn low<S: Simd>(l: Lanes<S>, high: Lanes<S>) -> Lanes<S> {
+    l - high * l.with(16.0)
 }
 
 /// A byte of four numbers below 4, the first one lowest.
@@ -66,7 +71,11 @@ impl<const BYTES: usize> Encoded<'_, BYTES> {
         for (block, &x) in self.0.iter_mut().zip(value.as_slice()) {
             block[at..at + 2].copy_from_slice(&f16::from_f32(x).to_le_bytes());
         }
-        value.map(|x| f16::from_f32(x).to_f32())
+        let mut stored = value;
+        for x in stored.as_mut_slice() {
+            *x = f16::from_f32(*x).to_f32();
+        }
+        stored
     }
 
     /// Nibbles of 32 levels below 16: values 0 to 15 low, 16 to 31 high.

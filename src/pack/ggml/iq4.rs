@@ -1,6 +1,6 @@
 //! IQ4_NL and IQ4_XS: sixteen levels that lie closer together around zero.
 
-use super::blocks::{Blocks, Encoded, four, parts};
+use super::blocks::{Blocks, Encoded, four, high, low};
 use super::search::{TINY, each, extreme, ratio, sum_of_squares};
 use crate::num::ggml::basic::IQ4_LEVELS;
 use crate::num::lanes::{Lanes, Simd};
@@ -60,7 +60,7 @@ fn block_scale<S: Simd, const VALUES: usize>(blocks: &Blocks<S, VALUES>, first: 
     let x = blocks.part::<32>(first);
     let weights = match blocks.weights(first, spread) {
         Some(weights) => weights,
-        None => each(spread, |i| x[i] * x[i]),
+        None => each!(spread, |i| x[i] * x[i]),
     };
     scale(&x, &weights)
 }
@@ -68,7 +68,7 @@ fn block_scale<S: Simd, const VALUES: usize>(blocks: &Blocks<S, VALUES>, first: 
 #[inline(always)]
 fn levels<S: Simd>(x: &[Lanes<S>], scale: Lanes<S>) -> [Lanes<S>; 32] {
     let inverse = ratio(scale.with(1.0), scale);
-    each(scale, |i| nearest(inverse * x[i]))
+    each!(scale, |i| nearest(inverse * x[i]))
 }
 
 #[inline(always)]
@@ -83,21 +83,22 @@ pub fn iq4_nl<S: Simd>(blocks: &Blocks<S, 32>, mut out: Encoded<18>) {
 pub fn iq4_xs<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<136>) {
     let zero = blocks.x[0].with(0.0);
     let spread = sum_of_squares(&blocks.x) * zero.with(2.0 / 256.0);
-    let scales: [Lanes<S>; 8] = each(zero, |j| block_scale(blocks, 32 * j, spread));
+    let scales: [Lanes<S>; 8] = each!(zero, |j| block_scale(blocks, 32 * j, spread));
     // The unrounded factor is used on.
     let d = -extreme(&scales) / zero.with(32.0);
     out.half(0, d);
     let inverse = ratio(zero.with(1.0), d);
-    let codes: [Lanes<S>; 8] = each(zero, |j| (inverse * scales[j]).round().clamp(-32.0, 31.0));
+    let codes: [Lanes<S>; 8] = each!(zero, |j| (inverse * scales[j]).round().clamp(-32.0, 31.0));
     for j in 0..8 {
         out.nibbles(8 + 16 * j, &levels(&blocks.x[32 * j..], d * codes[j]));
     }
-    let codes: [Lanes<S>; 8] = each(zero, |j| codes[j] + zero.with(32.0));
-    let halves = codes.map(parts);
+    let codes: [Lanes<S>; 8] = each!(zero, |j| codes[j] + zero.with(32.0));
+    let highs: [Lanes<S>; 8] = each!(zero, |j| high(codes[j]));
     for j in 0..2 {
-        out.byte(2 + j, four([halves[4 * j].0, halves[4 * j + 1].0, halves[4 * j + 2].0, halves[4 * j + 3].0]));
+        out.byte(2 + j, four([highs[4 * j], highs[4 * j + 1], highs[4 * j + 2], highs[4 * j + 3]]));
     }
     for j in 0..4 {
-        out.byte(4 + j, halves[2 * j].1 + halves[2 * j + 1].1 * zero.with(16.0));
+        let (a, b) = (2 * j, 2 * j + 1);
+        out.byte(4 + j, low(codes[a], highs[a]) + low(codes[b], highs[b]) * zero.with(16.0));
     }
 }

@@ -1,7 +1,7 @@
 //! The K-quants: 256 values in sub-blocks, whose scales (and minima) are quantized in turn. After the search every level
 //! is set anew for the scales as they are stored.
 
-use super::blocks::{Blocks, Encoded, four, parts};
+use super::blocks::{Blocks, Encoded, four, high, low};
 use super::search::{
     IMPORTANT, TINY, Tries, affine, each, extreme, largest, positive, ratio, sum, sum_of_squares, symmetric,
     symmetric_descent,
@@ -16,7 +16,7 @@ type Scales<S, const N: usize> = (Lanes<S>, [Lanes<S>; N]);
 fn by_largest<S: Simd, const N: usize>(values: &[Lanes<S>; N], top: f32) -> Scales<S, N> {
     let most = largest(values);
     let inverse = ratio(most.with(top), most);
-    (most / most.with(top), each(most, |j| (inverse * values[j]).round().min(most.with(top))))
+    (most / most.with(top), each!(most, |j| (inverse * values[j]).round().min(most.with(top))))
 }
 
 /// Levels for the scale and minimum as stored; where the scale is zero the searched ones stay.
@@ -44,7 +44,7 @@ fn again_symmetric<S: Simd, const N: usize>(x: &[Lanes<S>], levels: &mut [Lanes<
 fn put_pairs<S: Simd, const BYTES: usize>(out: &mut Encoded<BYTES>, at: usize, levels: &[[Lanes<S>; 16]; 16]) {
     for h in 0..2 {
         for l in 0..32 {
-            out.byte(at + 32 * h + l, four([0, 2, 4, 6].map(|k| levels[8 * h + k + l / 16][l % 16])));
+            out.byte(at + 32 * h + l, four(each!(levels[0][0], |k| levels[8 * h + 2 * k + l / 16][l % 16])));
         }
     }
 }
@@ -64,7 +64,7 @@ pub fn q2_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<84>) {
             }
             None => {
                 let tries = Tries { first: -0.5, step: 0.1, last: 15, magnitude: true };
-                affine(&x, &each(zero, |i| x[i].abs()), 3.0, tries)
+                affine(&x, &each!(zero, |i| x[i].abs()), 3.0, tries)
             }
         };
     }
@@ -115,8 +115,9 @@ pub fn q3_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<110>) {
             let most = extreme(&scales);
             let none = most.eq(zero);
             let inverse = zero.with(-32.0) / most;
-            let code = |j: usize| (inverse * scales[j]).round().clamp(-32.0, 31.0) + zero.with(32.0);
-            (none.select(zero, zero.with(1.0) / inverse), each(zero, |j| none.select(zero, code(j))))
+            let codes: [Lanes<S>; 16] =
+                each!(zero, |j| (inverse * scales[j]).round().clamp(-32.0, 31.0) + zero.with(32.0));
+            (none.select(zero, zero.with(1.0) / inverse), each!(zero, |j| none.select(zero, codes[j])))
         }
     };
     let d = out.half(108, d);
@@ -134,12 +135,12 @@ pub fn q3_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<110>) {
         out.byte(l, byte);
     }
     put_pairs(&mut out, 32, &levels);
-    let halves = codes.map(parts);
+    let highs: [Lanes<S>; 16] = each!(zero, |j| high(codes[j]));
     for j in 0..8 {
-        out.byte(96 + j, halves[j].1 + halves[j + 8].1 * zero.with(16.0));
+        out.byte(96 + j, low(codes[j], highs[j]) + low(codes[j + 8], highs[j + 8]) * zero.with(16.0));
     }
     for j in 0..4 {
-        out.byte(104 + j, four([0, 4, 8, 12].map(|k| halves[j + k].0)));
+        out.byte(104 + j, four(each!(zero, |k| highs[j + 4 * k])));
     }
 }
 
@@ -147,7 +148,8 @@ pub fn q3_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<110>) {
 #[inline(always)]
 fn put_scales<S: Simd, const BYTES: usize>(out: &mut Encoded<BYTES>, codes: &[Lanes<S>; 8], mins: &[Lanes<S>; 8]) {
     for j in 0..4 {
-        let ((scale_high, scale_low), (min_high, min_low)) = (parts(codes[j + 4]), parts(mins[j + 4]));
+        let (scale_high, min_high) = (high(codes[j + 4]), high(mins[j + 4]));
+        let (scale_low, min_low) = (low(codes[j + 4], scale_high), low(mins[j + 4], min_high));
         let unit = scale_high.with(64.0);
         out.byte(4 + j, codes[j] + scale_high * unit);
         out.byte(8 + j, mins[j] + min_high * unit);
@@ -176,7 +178,7 @@ fn eight_affine<S: Simd, const BYTES: usize>(
             }
             None => {
                 let size = (sum_of_squares(&x) / zero.with(32.0)).sqrt();
-                affine(&x, &each(zero, |i| size + x[i].abs()), n, tries)
+                affine(&x, &each!(zero, |i| size + x[i].abs()), n, tries)
             }
         };
     }
@@ -231,8 +233,8 @@ pub fn q6_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<210>) {
     for j in 0..16 {
         let x = blocks.part::<16>(16 * j);
         let weights = match &blocks.importance {
-            Some(importance) => each(zero, |i| importance[16 * j + i]),
-            None => each(zero, |i| x[i] * x[i]),
+            Some(importance) => each!(zero, |i| importance[16 * j + i]),
+            None => each!(zero, |i| x[i] * x[i]),
         };
         (scales[j], levels[j]) = symmetric(&x, &weights, 32);
     }
@@ -251,10 +253,12 @@ pub fn q6_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<210>) {
     let sixteen = zero.with(16.0);
     for h in 0..2 {
         for l in 0..32 {
-            let halves = [0, 2, 4, 6].map(|k| levels[8 * h + k + l / 16][l % 16]).map(parts);
-            out.byte(64 * h + l, halves[0].1 + halves[2].1 * sixteen);
-            out.byte(64 * h + 32 + l, halves[1].1 + halves[3].1 * sixteen);
-            out.byte(128 + 32 * h + l, four(halves.map(|half| half.0)));
+            let values: [Lanes<S>; 4] = each!(zero, |k| levels[8 * h + 2 * k + l / 16][l % 16]);
+            let highs: [Lanes<S>; 4] = each!(zero, |k| high(values[k]));
+            let lows: [Lanes<S>; 4] = each!(zero, |k| low(values[k], highs[k]));
+            out.byte(64 * h + l, lows[0] + lows[2] * sixteen);
+            out.byte(64 * h + 32 + l, lows[1] + lows[3] * sixteen);
+            out.byte(128 + 32 * h + l, four(highs));
         }
     }
 }

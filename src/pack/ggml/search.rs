@@ -3,21 +3,24 @@
 //! To give ggml's bytes they keep its order of operations: sums run over the values in order, products from the left,
 //! a try replaces the best one only when it is strictly better.
 
-use crate::num::lanes::{Lanes, Simd, Truths};
+use crate::num::lanes::{Lanes, Simd};
 
 /// Below this magnitude ggml takes values for zero.
 pub const TINY: f32 = 1e-15;
 
-/// An array from a function of the index. Unlike the standard library's it is sure to be compiled for the vectors at
-/// hand, as everything here must be: a function that is left out of line falls back to the plainest instructions.
-#[inline(always)]
-pub fn each<S: Simd, const N: usize>(zero: Lanes<S>, f: impl Fn(usize) -> Lanes<S>) -> [Lanes<S>; N] {
-    let mut all = [zero; N];
-    for (i, lanes) in all.iter_mut().enumerate() {
-        *lanes = f(i);
-    }
-    all
+/// An array by index. A macro, for closures may be left out of line, and what is out of line is compiled for the
+/// plainest vectors.
+macro_rules! each {
+    ($zero:expr, |$i:ident| $value:expr) => {{
+        let mut all = [$zero; _];
+        for $i in 0..all.len() {
+            all[$i] = $value;
+        }
+        all
+    }};
 }
+
+pub(super) use each;
 
 /// The first value of largest magnitude, with its sign.
 #[inline(always)]
@@ -96,20 +99,19 @@ pub fn symmetric<S: Simd, const N: usize>(
         inverse = better.select(tried, inverse);
     }
     let count = zero.with(n as f32);
-    let levels = each(zero, |i| empty.select(zero, (inverse * x[i]).round().clamp(low, high) + count));
+    let levels = each!(zero, |i| empty.select(zero, (inverse * x[i]).round().clamp(low, high) + count));
     (empty.select(zero, scale), levels)
 }
 
 /// Coordinate descent: each level in turn moves to where it fits the scale of the others best, if the whole gains; at
 /// most five sweeps. Returns the two sums whose ratio is the scale.
 #[inline(always)]
-fn descend<S: Simd, const N: usize>(
+fn descend<S: Simd, const N: usize, const SIGNED: bool>(
     x: &[Lanes<S>; N],
     weights: &[Lanes<S>; N],
     levels: &mut [Lanes<S>; N],
     (mut along, mut square): (Lanes<S>, Lanes<S>),
-    place: impl Fn(Lanes<S>) -> Lanes<S>,
-    allowed: impl Fn(Lanes<S>, Lanes<S>) -> Truths<S>,
+    (low, high): (f32, f32),
 ) -> (Lanes<S>, Lanes<S>) {
     let (zero, one) = (x[0].with(0.0), x[0].with(1.0));
     let mut active = one;
@@ -119,12 +121,19 @@ fn descend<S: Simd, const N: usize>(
             let (w, l) = (weights[i], levels[i]);
             let rest_along = along - w * x[i] * l;
             let rest_square = square - w * l * l;
-            let new = place((x[i] * rest_square / rest_along).round());
+            let mut new = (x[i] * rest_square / rest_along).round().min(zero.with(high));
+            // Lanes that went through a sweep without a change have stopped.
+            let mut accept = active.gt(zero) & rest_along.gt(zero);
+            if SIGNED {
+                new = new.max(zero.with(low));
+            } else {
+                new = wrapped(new);
+                accept = accept & rest_square.gt(zero);
+            }
             let new_along = rest_along + w * x[i] * new;
             let new_square = rest_square + w * new * new;
             let gain = (new_along * new_along * square).gt(along * along * new_square);
-            // Lanes that went through a sweep without a change have stopped.
-            let accept = active.gt(zero) & allowed(rest_along, rest_square) & new_square.gt(zero) & gain;
+            accept = accept & new_square.gt(zero) & gain;
             levels[i] = accept.select(new, l);
             along = accept.select(new_along, along);
             square = accept.select(new_square, square);
@@ -146,17 +155,15 @@ pub fn symmetric_descent<S: Simd, const N: usize>(x: &[Lanes<S>; N], n: i32) -> 
     let empty = extreme.abs().lt(zero.with(TINY));
     let (low, high) = (-n as f32, (n - 1) as f32);
     let inverse = zero.with(low) / extreme;
-    let weights = each(zero, |i| x[i] * x[i]);
-    let mut levels: [Lanes<S>; N] = each(zero, |i| (inverse * x[i]).round().clamp(low, high));
+    let weights = each!(zero, |i| x[i] * x[i]);
+    let mut levels: [Lanes<S>; N] = each!(zero, |i| (inverse * x[i]).round().clamp(low, high));
     let (mut along, mut square) = (zero, zero);
     for i in 0..N {
         along += weights[i] * x[i] * levels[i];
         square += weights[i] * levels[i] * levels[i];
     }
-    let place = |l: Lanes<S>| l.clamp(low, high);
-    let allowed = |along: Lanes<S>, _| along.gt(zero);
-    let (along, square) = descend(x, &weights, &mut levels, (along, square), place, allowed);
-    let levels = each(zero, |i| empty.select(zero, levels[i] + zero.with(n as f32)));
+    let (along, square) = descend::<S, N, true>(x, &weights, &mut levels, (along, square), (low, high));
+    let levels = each!(zero, |i| empty.select(zero, levels[i] + zero.with(n as f32)));
     (empty.select(zero, ratio(along, square)), levels)
 }
 
@@ -192,7 +199,7 @@ pub fn positive<S: Simd, const N: usize>(
         best = better.select(error, best);
         inverse = better.select(tried, inverse);
     }
-    let mut levels: [Lanes<S>; N] = each(zero, |i| (inverse * x[i]).round().min(top));
+    let mut levels: [Lanes<S>; N] = each!(zero, |i| (inverse * x[i]).round().min(top));
     let (mut along, mut square) = (zero, zero);
     for i in 0..N {
         along += weights[i] * x[i] * levels[i];
@@ -201,10 +208,8 @@ pub fn positive<S: Simd, const N: usize>(
     for l in &mut levels {
         *l = wrapped(*l);
     }
-    let place = |l: Lanes<S>| wrapped(l.min(top));
-    let allowed = |along: Lanes<S>, square: Lanes<S>| along.gt(zero) & square.gt(zero);
-    let (along, square) = descend(x, weights, &mut levels, (along, square), place, allowed);
-    (empty.select(zero, ratio(along, square)), each(zero, |i| empty.select(zero, levels[i])))
+    let (along, square) = descend::<S, N, false>(x, weights, &mut levels, (along, square), (0.0, n));
+    (empty.select(zero, ratio(along, square)), each!(zero, |i| empty.select(zero, levels[i])))
 }
 
 /// The tries of [`affine`]: the numerator of the inverse scale is `n + first + step * t`, `t` from 0 to `last`.
@@ -270,7 +275,7 @@ pub fn affine<S: Simd, const N: usize>(
     let mut inverse = zero.with(n) / (max - min);
     let mut scale = zero.with(1.0) / inverse;
     let mut start = min;
-    let mut levels = each(zero, |i| affine_level(inverse, x[i], min, n));
+    let mut levels = each!(zero, |i| affine_level(inverse, x[i], min, n));
     let mut best = affine_error(x, weights, &levels, scale, min, tries);
     for t in 0..=tries.last {
         let tried = zero.with(tries.first + tries.step * t as f32 + n) / (max - min);
@@ -297,6 +302,6 @@ pub fn affine<S: Simd, const N: usize>(
         scale = better.select(tried_scale, scale);
         min = better.select(tried_min, min);
     }
-    let levels = each(zero, |i| empty.select(zero, affine_level(inverse, x[i], start, n)));
+    let levels = each!(zero, |i| empty.select(zero, affine_level(inverse, x[i], start, n)));
     (empty.select(zero, scale), -min, levels)
 }
