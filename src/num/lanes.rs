@@ -3,7 +3,7 @@
 
 use std::ops::{Add, AddAssign, BitAnd, BitOr, Div, Mul, Neg, Sub};
 
-pub use pulp::{Simd, WithSimd};
+pub use pulp::{Scalar, Simd, WithSimd};
 
 /// 1.5 * 2^23: adding it puts an integer into the lowest bits.
 const ROUND: f32 = 12_582_912.0;

@@ -7,8 +7,11 @@
 
 mod basic;
 mod blocks;
+mod codebook;
+mod iq1;
 mod iq4;
 mod k;
+mod points;
 mod search;
 
 use rayon::prelude::*;
@@ -84,7 +87,11 @@ pub fn encode_into(
         }
     }
     use GgmlType::*;
+    if importance.is_none() && matches!(kind, IQ1_S | IQ2_XXS | IQ2_XS) {
+        return Err(EncodeError::NeedsImportance { kind });
+    }
     let matrix = Matrix { values, cols, importance };
+    let plain = Matrix { importance: None, ..matrix };
     match kind {
         F32 => matrix.numbers(out, f32::to_le_bytes),
         F16 => matrix.numbers(out, |x| half::f16::from_f32(x).to_le_bytes()),
@@ -93,7 +100,7 @@ pub fn encode_into(
         Q4_1 => matrix.lanes(out, Q41),
         Q5_0 => matrix.lanes(out, Q50),
         Q5_1 => matrix.lanes(out, Q51),
-        Q8_0 => matrix.lanes(out, Q80),
+        Q8_0 => plain.lanes(out, Q80),
         Q2_K => matrix.lanes(out, Q2K),
         Q3_K => matrix.lanes(out, Q3K),
         Q4_K => matrix.lanes(out, Q4K),
@@ -101,10 +108,16 @@ pub fn encode_into(
         Q6_K => matrix.lanes(out, Q6K),
         IQ4_NL => matrix.lanes(out, Iq4Nl),
         IQ4_XS => matrix.lanes(out, Iq4Xs),
-        TQ1_0 => matrix.lanes(out, Tq1),
-        TQ2_0 => matrix.lanes(out, Tq2),
-        MXFP4 => matrix.lanes(out, Mxfp4),
-        _ => return Err(EncodeError::NeedsImportance { kind }),
+        TQ1_0 => plain.lanes(out, Tq1),
+        TQ2_0 => plain.lanes(out, Tq2),
+        MXFP4 => plain.lanes(out, Mxfp4),
+        IQ2_XXS => matrix.points(out, |x, q, out| points::iq2_xxs(x, q, out)),
+        IQ2_XS => matrix.points(out, |x, q, out| points::iq2_xs(x, q, out)),
+        IQ2_S => matrix.points(out, |x, q, out| points::iq2_s(x, q, out)),
+        IQ3_XXS => matrix.points(out, |x, q, out| points::iq3_xxs(x, q, out)),
+        IQ3_S => matrix.points(out, |x, q, out| points::iq3_s(x, q, out)),
+        IQ1_S => matrix.points(out, |x, q, out| iq1::iq1_s(x, q, out)),
+        IQ1_M => matrix.points(out, |x, q, out| iq1::iq1_m(x, q, out)),
     }
     Ok(())
 }
@@ -183,6 +196,20 @@ impl Matrix<'_> {
         let squares = self.row_squares(VALUES);
         out.as_chunks_mut().0.par_chunks_mut(PIECE).enumerate().for_each(|(i, out)| {
             lanes::run(Piece { matrix: self, squares: &squares, first: i * PIECE, out, encoder });
+        });
+    }
+
+    /// Blocks of 256 one after the other, for the types with grids.
+    fn points<const BYTES: usize>(
+        self,
+        out: &mut [u8],
+        encode: impl Fn(&[f32; 256], Option<&[f32]>, &mut [u8; BYTES]) + Sync,
+    ) {
+        let blocks = self.values.as_chunks().0.par_iter().with_min_len(4);
+        out.as_chunks_mut().0.par_iter_mut().zip(blocks).enumerate().for_each(|(i, (out, x))| {
+            let start = i % (self.cols / 256) * 256;
+            let importance = self.importance.map(|all| &all[start..start + 256]);
+            vectorized(|| encode(x, importance, out));
         });
     }
 

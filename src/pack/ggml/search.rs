@@ -127,14 +127,13 @@ fn descend<S: Simd, const N: usize, const SIGNED: bool>(
             if SIGNED {
                 new = new.max(zero.with(low));
             } else {
-                new = wrapped(new);
                 accept = accept & rest_square.gt(zero);
             }
             let new_along = rest_along + w * x[i] * new;
             let new_square = rest_square + w * new * new;
             let gain = (new_along * new_along * square).gt(along * along * new_square);
-            accept = accept & new_square.gt(zero) & gain;
-            levels[i] = accept.select(new, l);
+            accept = accept & (new.lt(l) | new.gt(l)) & new_square.gt(zero) & gain;
+            levels[i] = accept.select(if SIGNED { new } else { wrapped(new) }, l);
             along = accept.select(new_along, along);
             square = accept.select(new_square, square);
             changed = accept.select(one, changed);
