@@ -66,7 +66,9 @@ impl Problem {
                 let d: Vec<f64> = (0..n)
                     .map(|k| if alive(k) { (self.weight[r * n + k] - q.value(r, k)) as f64 } else { 0.0 })
                     .collect();
-                (0..n).map(|i| (0..n).map(|j| d[i] * self.gram.lower.host()[i * n + j] * d[j]).sum::<f64>()).sum::<f64>()
+                (0..n)
+                    .map(|i| (0..n).map(|j| d[i] * self.gram.lower.host()[i * n + j] * d[j]).sum::<f64>())
+                    .sum::<f64>()
             })
             .sum()
     }
@@ -141,8 +143,16 @@ fn searched_grids_and_sweeps_only_help() {
         // With 8 bits there is nothing left to search.
         assert!(errors[1] < errors[0] * if plain.scheme.bits == 8 { 1.02 } else { 1.0 }, "{name}: {errors:?}");
         assert!(errors[2] < errors[1], "{name}: {errors:?}");
-        let control =
-            rtn(&problem.weight, problem.rows, problem.cols, Some(&hessian(&problem.gram)), plain.scheme, Grid::Hessian, 0).0;
+        let control = rtn(
+            &problem.weight,
+            problem.rows,
+            problem.cols,
+            Some(&hessian(&problem.gram)),
+            plain.scheme,
+            Grid::Hessian,
+            0,
+        )
+        .0;
         assert!(errors[2] < problem.output_error(&control), "{name}: worse than rounding to nearest");
     }
 }
@@ -150,8 +160,7 @@ fn searched_grids_and_sweeps_only_help() {
 #[test]
 fn a_rank_deficient_hessian_is_damped_or_refused() {
     let n = 8;
-    let gram =
-        |value: fn(usize, usize) -> f64| Gram::host(n, (0..n * n).map(|x| value(x / n, x % n)).collect(), 2);
+    let gram = |value: fn(usize, usize) -> f64| Gram::host(n, (0..n * n).map(|x| value(x / n, x % n)).collect(), 2);
     let setting = GptqOptions {
         scheme: Scheme { bits: 4, group_size: GroupSize::CHANNEL, sym: true },
         order: Order::Natural,
@@ -200,7 +209,9 @@ fn drift_is_corrected_by_the_ridge_solution() {
         // The gradient of |X q - O w|²: zero at the best q, but for rounding to 8 bits.
         let gradient = |q: &Quantized, i: usize| -> f64 {
             (0..n)
-                .map(|k| gram.lower.host()[i * n + k] * q.value(r, k) as f64 - cross[i * n + k] * weight[r * n + k] as f64)
+                .map(|k| {
+                    gram.lower.host()[i * n + k] * q.value(r, k) as f64 - cross[i * n + k] * weight[r * n + k] as f64
+                })
                 .sum()
         };
         let size = |q: &Quantized| (0..n).map(|i| gradient(q, i).abs()).sum::<f64>();

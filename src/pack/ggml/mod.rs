@@ -261,3 +261,62 @@ impl<E: Encoder<VALUES, BYTES>, const VALUES: usize, const BYTES: usize> WithSim
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::num::lanes::Scalar;
+
+    /// Values over many magnitudes, with ties, zeros and a few of one sign.
+    fn values(n: usize) -> Vec<f32> {
+        let mut state = 1u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            state >> 8
+        };
+        let mut scale = 1.0;
+        (0..n)
+            .map(|i| {
+                if i % 256 == 0 {
+                    scale = 2f32.powi((next() % 60) as i32 - 40);
+                }
+                match next() % 16 {
+                    0 => 0.0,
+                    1 => scale,
+                    2 => -(scale * 0.5),
+                    _ => scale * ((next() % 4001) as f32 - 2000.0) / 1000.0,
+                }
+            })
+            .collect()
+    }
+
+    fn same<const VALUES: usize, const BYTES: usize>(encoder: impl Encoder<VALUES, BYTES>) {
+        let values = values(37 * 256);
+        let importance: Vec<f32> = (0..256).map(|i| (i * 37 % 101) as f32 * 0.3).collect();
+        for importance in [None, Some(&importance[..])] {
+            let matrix = Matrix { values: &values, cols: 256, importance };
+            let mut wide = vec![0; values.len() / VALUES * BYTES];
+            matrix.lanes(&mut wide, encoder);
+            let mut narrow = vec![[0; BYTES]; values.len() / VALUES];
+            let squares = matrix.row_squares(VALUES);
+            Piece { matrix, squares: &squares, first: 0, out: &mut narrow, encoder }.with_simd(Scalar);
+            assert_eq!(wide, narrow.as_flattened());
+        }
+    }
+
+    #[test]
+    fn lanes_do_what_one_lane_does() {
+        same(Q40);
+        same(Q51);
+        same(Q80);
+        same(Mxfp4);
+        same(Tq1);
+        same(Q2K);
+        same(Q3K);
+        same(Q4K);
+        same(Q5K);
+        same(Q6K);
+        same(Iq4Nl);
+        same(Iq4Xs);
+    }
+}

@@ -74,7 +74,10 @@ fn check(backend: &Cuda, weight: &Weight, t: usize, with_bias: bool, ceiling: f6
             let (want, got) = (f64::from(want[r * rows + n]), f64::from(got[r * rows + n]));
             let scale = length(&x[r * cols..(r + 1) * cols]) * length(&w[n * cols..(n + 1) * cols]);
             let error = (want - got).abs() / scale;
-            assert!(error < ceiling, "row {r} of {t}, output {n} of {rows}, {cols} columns: {got} for {want}, {error:e}");
+            assert!(
+                error < ceiling,
+                "row {r} of {t}, output {n} of {rows}, {cols} columns: {got} for {want}, {error:e}"
+            );
         }
     }
 }
@@ -162,7 +165,9 @@ fn large_activations() {
 #[test]
 fn a_nan_stays_one() {
     let backend = backend(Precision::Double, false);
-    for (weight, t) in [(dense(Dtype::F16, 33, 100), 5), (gptq(4, 33, natural(96, 32)), 130), (dense(Dtype::BF16, 8, 64), 2)] {
+    for (weight, t) in
+        [(dense(Dtype::F16, 33, 100), 5), (gptq(4, 33, natural(96, 32)), 130), (dense(Dtype::BF16, 8, 64), 2)]
+    {
         let mut x = noise(t * weight.cols(), 1);
         x[weight.cols() + 3] = f32::NAN;
         let x = backend.upload(t, weight.cols(), x).unwrap();

@@ -98,9 +98,7 @@ fn graphs_change_nothing() {
             let mut session = Session::new(&model, 64).unwrap();
             session.feed(&tokens[..13]).unwrap();
             let steps = tokens[13..24].iter();
-            steps
-                .map(|token| model.backend().download(&session.feed(&[*token]).unwrap()).unwrap())
-                .collect::<Vec<_>>()
+            steps.map(|token| model.backend().download(&session.feed(&[*token]).unwrap()).unwrap()).collect::<Vec<_>>()
         };
         assert!(decoded(true) == decoded(false), "{cache:?}");
     }

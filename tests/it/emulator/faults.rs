@@ -56,7 +56,11 @@ fn fails(kernel: &str, code: CUresult) {
 #[test]
 fn writes_past_the_end() {
     let place = "kernel emu_write_at block (0,0,0) thread (0,0,0)";
-    reports("past_the_end", &[], &["illegal address: write of", "112 bytes past the end of an allocation of 400 bytes", place]);
+    reports(
+        "past_the_end",
+        &[],
+        &["illegal address: write of", "112 bytes past the end of an allocation of 400 bytes", place],
+    );
     reports("past_the_end", &[("SCHEDULE", "lazy")], &["112 bytes past the end of an allocation of 400 bytes", place]);
 }
 
@@ -104,7 +108,11 @@ fn into_the_slack_of_another() {
 
 #[test]
 fn writes_before_the_start() {
-    reports("before_the_start", &[], &["write of", "3588 bytes before an allocation of 400 bytes", "kernel emu_write_at"]);
+    reports(
+        "before_the_start",
+        &[],
+        &["write of", "3588 bytes before an allocation of 400 bytes", "kernel emu_write_at"],
+    );
 }
 
 fn before_the_start() {
@@ -116,7 +124,11 @@ fn before_the_start() {
 
 #[test]
 fn reads_of_freed_memory_and_of_null() {
-    reports("freed", &[], &["illegal address: read of", "40 bytes into freed memory of 400 bytes", "kernel emu_read_at"]);
+    reports(
+        "freed",
+        &[],
+        &["illegal address: read of", "40 bytes into freed memory of 400 bytes", "kernel emu_read_at"],
+    );
     reports("null_pointer", &[], &["a null pointer", "kernel emu_read_at block (0,0,0) thread (0,0,0)"]);
 }
 
@@ -137,8 +149,16 @@ fn null_pointer() {
 
 #[test]
 fn writes_outside_dynamic_shared_memory() {
-    reports("dynamic_shared", &[], &["write outside dynamic shared memory (1024 bytes) at offset 1200: kernel emu_write_shared_at"]);
-    reports("dynamic_shared_slack", &[], &["write 0 bytes past the dynamic shared memory (1000 bytes): kernel emu_write_shared_at"]);
+    reports(
+        "dynamic_shared",
+        &[],
+        &["write outside dynamic shared memory (1024 bytes) at offset 1200: kernel emu_write_shared_at"],
+    );
+    reports(
+        "dynamic_shared_slack",
+        &[],
+        &["write 0 bytes past the dynamic shared memory (1000 bytes): kernel emu_write_shared_at"],
+    );
 }
 
 fn write_shared(index: i64, bytes: u32) {
@@ -155,9 +175,15 @@ fn lanes_that_do_not_meet() {
         reports(
             "divergent_barrier",
             order,
-            &["deadlock: 16 threads wait in a warp operation, 16 at __syncthreads, 0 have exited: kernel emu_divergent_barrier block (0,0,0)"],
+            &[
+                "deadlock: 16 threads wait in a warp operation, 16 at __syncthreads, 0 have exited: kernel emu_divergent_barrier block (0,0,0)",
+            ],
         );
-        reports("different_collectives", order, &["different warp operations or with different masks: kernel emu_different_collectives"]);
+        reports(
+            "different_collectives",
+            order,
+            &["different warp operations or with different masks: kernel emu_different_collectives"],
+        );
         reports("shuffle_outside", order, &["a shuffle reads a lane outside the mask", "kernel emu_shuffle_outside"]);
         reports("outside_mask", order, &["whose mask leaves it out: kernel emu_outside_mask block (0,0,0) thread ("]);
     }
@@ -196,8 +222,16 @@ fn endless_stack() {
 #[test]
 fn the_checked_build_sees_indices_and_alignment() {
     let checked = &[("CHECKED", "1")];
-    reports("static_shared", checked, &["index 40 outside 'float [32]' at faults.cu:", "emu_shared_overrun block (0,0,0) thread (3,0,0)"]);
-    reports("misaligned_vector", checked, &["float4' is not aligned to 16 bytes at faults.cu:", "kernel emu_misaligned_vector"]);
+    reports(
+        "static_shared",
+        checked,
+        &["index 40 outside 'float [32]' at faults.cu:", "emu_shared_overrun block (0,0,0) thread (3,0,0)"],
+    );
+    reports(
+        "misaligned_vector",
+        checked,
+        &["float4' is not aligned to 16 bytes at faults.cu:", "kernel emu_misaligned_vector"],
+    );
 }
 
 fn static_shared() {
@@ -249,7 +283,8 @@ fn bad_launches() {
 
 #[test]
 fn bad_ranges_are_refused() {
-    let words = ["copy from the device: 404 bytes from", "memset: 401 bytes from", "which is not the start of an allocation"];
+    let words =
+        ["copy from the device: 404 bytes from", "memset: 401 bytes from", "which is not the start of an allocation"];
     reports("bad_ranges", &[], &words);
 }
 
@@ -271,7 +306,8 @@ fn bad_ranges() {
 
 #[test]
 fn stale_ptx_is_refused() {
-    let words = ["entry emu_gone of the PTX is missing in the host build", "entry emu_scale has parameters of (8, 4, 8) bytes"];
+    let words =
+        ["entry emu_gone of the PTX is missing in the host build", "entry emu_scale has parameters of (8, 4, 8) bytes"];
     reports("drift", &[], &words);
 }
 

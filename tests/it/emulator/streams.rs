@@ -167,7 +167,11 @@ fn graphs_replay_in_lazy_streams() {
 #[test]
 fn capture_has_its_rules() {
     let text = in_child("capture_rules", &[]);
-    for words in ["the default stream cannot be captured", "not allowed while a stream is captured", "was not recorded in its capture"] {
+    for words in [
+        "the default stream cannot be captured",
+        "not allowed while a stream is captured",
+        "was not recorded in its capture",
+    ] {
         assert!(text.contains(words), "`{words}` is not in\n{text}");
     }
 }
@@ -204,13 +208,17 @@ fn capture_rules() {
 #[test]
 fn memory_belongs_to_a_device() {
     let text = in_child("two_devices", &[("DEVICES", "2")]);
-    for words in
-        ["copy on the device: memory of device 0 used by device 1 without peer access", "its module belongs to device 0"]
-    {
+    for words in [
+        "copy on the device: memory of device 0 used by device 1 without peer access",
+        "its module belongs to device 0",
+    ] {
         assert!(text.contains(words), "`{words}` is not in\n{text}");
     }
     let text = in_child("other_memory", &[("DEVICES", "2")]);
-    assert!(text.contains("which is memory of device 0, without peer access: kernel emu_scale block (0,0,0)"), "{text}");
+    assert!(
+        text.contains("which is memory of device 0, without peer access: kernel emu_scale block (0,0,0)"),
+        "{text}"
+    );
 }
 
 fn two_devices() {

@@ -7,8 +7,16 @@ use std::time::Duration;
 use serde_json::Value;
 
 /// Variables that would change what the program does.
-const VARIABLES: [&str; 8] =
-    ["QUANTKIT_DEVICE", "QUANTKIT_THREADS", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "XDG_CACHE_HOME"];
+const VARIABLES: [&str; 8] = [
+    "QUANTKIT_DEVICE",
+    "QUANTKIT_THREADS",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "HF_ENDPOINT",
+    "HF_TOKEN",
+    "XDG_CACHE_HOME",
+];
 
 /// The program, to be run in `dir`; temporary files of its own go to `tmp` there, if that exists.
 pub fn command(dir: &Path, args: &[&str]) -> assert_cmd::Command {
