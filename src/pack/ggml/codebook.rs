@@ -103,7 +103,7 @@ impl Codebook {
             return (place as u16, true);
         }
         let (start, end) = self.spans[(-1 - place) as usize];
-        let (mut best, mut point) = (f32::MAX, 0);
+        let (mut best, mut point) = (f32::MAX.to_bits(), 0);
         for near in &self.near[start as usize..end as usize] {
             let mut errors = [0.0f32; 16];
             for i in 0..VALUES {
@@ -112,11 +112,15 @@ impl Codebook {
                     errors[lane] += weights[i] * difference * difference;
                 }
             }
+            // Errors are not negative, so they are ordered like their bits.
+            let mut least = u32::MAX;
             for lane in 0..16 {
-                if errors[lane] < best {
-                    best = errors[lane];
-                    point = near.points[lane];
-                }
+                least = least.min(errors[lane].to_bits());
+            }
+            if least < best {
+                best = least;
+                let lane = errors.iter().position(|e| e.to_bits() == least);
+                point = near.points[lane.unwrap_or(0)];
             }
         }
         (point, false)

@@ -181,6 +181,7 @@ fn code(inverse: f32, scale: f32) -> u16 {
     round(0.5 * (inverse * scale - 1.0)).max(0.0).min(7.0) as u16
 }
 
+#[inline(always)]
 pub fn iq1_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 50]) {
     out.fill(0);
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);
@@ -198,6 +199,7 @@ pub fn iq1_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 50]) {
     }
 }
 
+#[inline(always)]
 pub fn iq1_m(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 56]) {
     out.fill(0);
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);

@@ -111,13 +111,13 @@ pub fn encode_into(
         TQ1_0 => plain.lanes(out, Tq1),
         TQ2_0 => plain.lanes(out, Tq2),
         MXFP4 => plain.lanes(out, Mxfp4),
-        IQ2_XXS => matrix.points(out, |x, q, out| points::iq2_xxs(x, q, out)),
-        IQ2_XS => matrix.points(out, |x, q, out| points::iq2_xs(x, q, out)),
-        IQ2_S => matrix.points(out, |x, q, out| points::iq2_s(x, q, out)),
-        IQ3_XXS => matrix.points(out, |x, q, out| points::iq3_xxs(x, q, out)),
-        IQ3_S => matrix.points(out, |x, q, out| points::iq3_s(x, q, out)),
-        IQ1_S => matrix.points(out, |x, q, out| iq1::iq1_s(x, q, out)),
-        IQ1_M => matrix.points(out, |x, q, out| iq1::iq1_m(x, q, out)),
+        IQ2_XXS => matrix.points(out, Iq2Xxs),
+        IQ2_XS => matrix.points(out, Iq2Xs),
+        IQ2_S => matrix.points(out, Iq2S),
+        IQ3_XXS => matrix.points(out, Iq3Xxs),
+        IQ3_S => matrix.points(out, Iq3S),
+        IQ1_S => matrix.points(out, Iq1S),
+        IQ1_M => matrix.points(out, Iq1M),
     }
     Ok(())
 }
@@ -200,16 +200,9 @@ impl Matrix<'_> {
     }
 
     /// Blocks of 256 one after the other, for the types with grids.
-    fn points<const BYTES: usize>(
-        self,
-        out: &mut [u8],
-        encode: impl Fn(&[f32; 256], Option<&[f32]>, &mut [u8; BYTES]) + Sync,
-    ) {
-        let blocks = self.values.as_chunks().0.par_iter().with_min_len(4);
-        out.as_chunks_mut().0.par_iter_mut().zip(blocks).enumerate().for_each(|(i, (out, x))| {
-            let start = i % (self.cols / 256) * 256;
-            let importance = self.importance.map(|all| &all[start..start + 256]);
-            vectorized(|| encode(x, importance, out));
+    fn points<const BYTES: usize>(self, out: &mut [u8], encoder: impl PointEncoder<BYTES>) {
+        out.as_chunks_mut().0.par_chunks_mut(4).enumerate().for_each(|(i, out)| {
+            lanes::run(PointPiece { matrix: self, first: i * 4, out, encoder });
         });
     }
 
@@ -220,6 +213,59 @@ impl Matrix<'_> {
         }
         let mean = |row: &[f32]| row.iter().fold(0.0, |sum, x| sum + x * x) / self.cols as f32;
         self.values.par_chunks(self.cols).map(mean).collect()
+    }
+}
+
+/// The encoder of a type with a grid.
+trait PointEncoder<const BYTES: usize>: Copy + Sync {
+    fn encode(self, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; BYTES]);
+}
+
+macro_rules! point_encoders {
+    ($($name:ident = $module:ident::$function:ident, $bytes:literal;)*) => {
+        $(
+            #[derive(Clone, Copy)]
+            struct $name;
+
+            impl PointEncoder<$bytes> for $name {
+                #[inline(always)]
+                fn encode(self, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; $bytes]) {
+                    $module::$function(x, importance, out);
+                }
+            }
+        )*
+    };
+}
+
+point_encoders! {
+    Iq1S = iq1::iq1_s, 50;
+    Iq1M = iq1::iq1_m, 56;
+    Iq2Xxs = points::iq2_xxs, 66;
+    Iq2Xs = points::iq2_xs, 74;
+    Iq2S = points::iq2_s, 82;
+    Iq3Xxs = points::iq3_xxs, 98;
+    Iq3S = points::iq3_s, 110;
+}
+
+/// Successive blocks of a type with a grid for one thread.
+struct PointPiece<'a, E, const BYTES: usize> {
+    matrix: Matrix<'a>,
+    first: usize,
+    out: &'a mut [[u8; BYTES]],
+    encoder: E,
+}
+
+impl<E: PointEncoder<BYTES>, const BYTES: usize> WithSimd for PointPiece<'_, E, BYTES> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Matrix { values, cols, importance } = self.matrix;
+        let blocks = &values.as_chunks().0[self.first..];
+        for (i, (x, out)) in blocks.iter().zip(self.out).enumerate() {
+            let start = (self.first + i) % (cols / 256) * 256;
+            self.encoder.encode(x, importance.map(|all| &all[start..start + 256]), out);
+        }
     }
 }
 

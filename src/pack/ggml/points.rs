@@ -1,7 +1,5 @@
 //! The IQ2 and IQ3 types: groups of eight or four magnitudes are points of a grid, signs are apart.
 
-use std::array::from_fn;
-
 use half::f16;
 
 use super::codebook::{self, Codebook};
@@ -49,49 +47,89 @@ fn split<const SIZE: usize>(x: &[f32; SIZE], weights: &[f32; SIZE], seven: bool)
             code |= (minus as u8) << (i % 8);
         }
         if seven && code.count_ones() % 2 == 1 {
-            let cost: [f32; 8] = from_fn(|i| weights[8 * k + i] * x[8 * k + i] * x[8 * k + i]);
-            let mut least = 0;
-            for i in 1..8 {
-                if cost[i] < cost[least] {
+            let mut least = 8 * k;
+            for i in 8 * k + 1..8 * k + 8 {
+                if weights[i] * x[i] * x[i] < weights[least] * x[least] * x[least] {
                     least = i;
                 }
             }
-            magnitudes[8 * k + least] = -magnitudes[8 * k + least];
-            code ^= 1 << least;
+            magnitudes[least] = -magnitudes[least];
+            code ^= 1 << (least % 8);
         }
         signs[k] = if seven { code & 127 } else { code };
     }
     (magnitudes, signs)
 }
 
-/// The points nearest to a group at a scale: its number and whether the rounded levels are a point.
-#[inline(always)]
-fn place<const GROUP: usize>(
-    rules: &Rules,
-    x: &[f32; GROUP],
-    roots: &[f32; GROUP],
-    inverse: f32,
-    scale: f32,
-) -> (u16, bool) {
-    let top = (rules.levels - 1) as f32;
-    let mut levels = [0; GROUP];
-    for i in 0..GROUP {
-        levels[i] = round(0.5 * (inverse * x[i] - 1.0)).max(0.0).min(top) as u8;
-    }
-    rules.book.nearest(rules.book.code(&levels), x, roots, scale, (2.0, 1.0))
+/// Tries that are made side by side.
+const LANES: usize = 16;
+
+/// The outcome of [`LANES`] tries: points, which of them have exactly the rounded levels, and the two sums whose ratio is
+/// the least-squares scale.
+struct Tries {
+    points: [[u16; 8]; LANES],
+    exact: [[bool; 8]; LANES],
+    along: [f32; LANES],
+    square: [f32; LANES],
 }
 
-/// The sums whose ratio is the least-squares scale.
+/// Moves every group to its point at each scale. Lanes are tries, so that each sum runs over the values in order.
+#[inline(always)]
+fn attempt<const SIZE: usize, const GROUP: usize>(
+    rules: &Rules,
+    book: &Codebook,
+    (x, weights, roots): (&[f32; SIZE], &[f32; SIZE], &[f32; SIZE]),
+    inverse: &[f32; LANES],
+    scales: &[f32],
+) -> Tries {
+    let top = (rules.levels - 1) as f32;
+    let unit = if GROUP == 8 { 4.0 } else { 8.0 };
+    let mut tries =
+        Tries { points: [[0; 8]; LANES], exact: [[true; 8]; LANES], along: [0.0; LANES], square: [0.0; LANES] };
+    let (groups, group_roots) = (x.as_chunks::<GROUP>().0, roots.as_chunks::<GROUP>().0);
+    let group_weights = weights.as_chunks::<GROUP>().0;
+    for k in 0..SIZE / GROUP {
+        let mut codes = [0.0f32; LANES];
+        for i in (0..GROUP).rev() {
+            for lane in 0..LANES {
+                let level = round(0.5 * (inverse[lane] * groups[k][i] - 1.0));
+                let level = if level > 0.0 { level } else { 0.0 };
+                let level = if level < top { level } else { top };
+                codes[lane] = codes[lane] * unit + level;
+            }
+        }
+        let mut levels = [[0.0f32; LANES]; GROUP];
+        for (lane, &scale) in scales.iter().enumerate() {
+            let code = codes[lane] as usize;
+            let (point, exact) = book.nearest(code, &groups[k], &group_roots[k], scale, (2.0, 1.0));
+            tries.points[lane][k] = point;
+            tries.exact[lane][k] = exact;
+            for i in 0..GROUP {
+                levels[i][lane] = (2 * book.level(point, i) + 1) as f32;
+            }
+        }
+        for i in 0..GROUP {
+            let (w, wx) = (group_weights[k][i], group_weights[k][i] * groups[k][i]);
+            for lane in 0..LANES {
+                tries.along[lane] += wx * levels[i][lane];
+                tries.square[lane] += w * levels[i][lane] * levels[i][lane];
+            }
+        }
+    }
+    tries
+}
+
+/// The two sums for given points.
 #[inline(always)]
 fn sums<const SIZE: usize, const GROUP: usize>(
-    rules: &Rules,
+    book: &Codebook,
     x: &[f32; SIZE],
     weights: &[f32; SIZE],
     points: &[u16; 8],
 ) -> (f32, f32) {
     let (mut along, mut square) = (0.0, 0.0);
     for i in 0..SIZE {
-        let q = (2 * rules.book.level(points[i / GROUP], i % GROUP) + 1) as f32;
+        let q = (2 * book.level(points[i / GROUP], i % GROUP) + 1) as f32;
         along += weights[i] * x[i] * q;
         square += weights[i] * q * q;
     }
@@ -111,39 +149,50 @@ fn search<const SIZE: usize, const GROUP: usize>(rules: &Rules, x: &[f32; SIZE],
     let top = (2 * rules.levels - 1) as f32;
     let (mut scale, mut reference) = (most / top, most);
     if rules.free {
-        let lane = |v: &[f32; SIZE]| v.map(|v| Lanes::splat(Scalar, v));
-        scale = positive(&lane(&x), &lane(weights), (rules.levels + 1) as f32).0.as_slice()[0];
+        let (mut lane, mut lane_weights) = ([Lanes::splat(Scalar, 0.0); SIZE], [Lanes::splat(Scalar, 0.0); SIZE]);
+        for i in 0..SIZE {
+            (lane[i], lane_weights[i]) = (Lanes::splat(Scalar, x[i]), Lanes::splat(Scalar, weights[i]));
+        }
+        scale = positive(&lane, &lane_weights, (rules.levels + 1) as f32).0.as_slice()[0];
         reference = scale * rules.levels as f32;
         if reference <= 0.0 {
             return EMPTY;
         }
     }
-    let roots = weights.map(f32::sqrt);
-    let (groups, group_roots) = (x.as_chunks::<GROUP>().0, roots.as_chunks::<GROUP>().0);
-    let (mut points, mut exact, mut best) = ([0; 8], [!rules.all; 8], 0.0);
-    for t in -rules.tries..=rules.tries {
-        let inverse = (top + t as f32 * rules.step) / reference;
-        let tried_scale = 1.0 / inverse;
-        let (mut tried, mut tried_exact) = ([0; 8], [true; 8]);
-        for k in 0..groups.len() {
-            (tried[k], tried_exact[k]) = place(rules, &groups[k], &group_roots[k], inverse, tried_scale);
-        }
-        let (along, square) = sums::<SIZE, GROUP>(rules, &x, weights, &tried);
-        if square > 0.0 && along * along > best * square {
-            scale = along / square;
-            best = scale * along;
-            (points, exact) = (tried, tried_exact);
-        }
+    let book = rules.book;
+    let mut roots = [0.0; SIZE];
+    for i in 0..SIZE {
+        roots[i] = weights[i].sqrt();
     }
-    let again = rules.free || exact[..groups.len()].contains(&false);
-    if again && scale > 0.0 {
-        let inverse = 1.0 / scale;
-        for k in 0..groups.len() {
-            if rules.all || !exact[k] {
-                points[k] = place(rules, &groups[k], &group_roots[k], inverse, scale).0;
+    let values = (&x, weights, &roots);
+    let (mut points, mut exact, mut best) = ([0; 8], [!rules.all; 8], 0.0);
+    for first in (-rules.tries..=rules.tries).step_by(LANES) {
+        let count = (rules.tries - first + 1).min(LANES as i32) as usize;
+        let (mut inverse, mut scales) = ([0.0; LANES], [0.0; LANES]);
+        for lane in 0..LANES {
+            inverse[lane] = (top + (first + lane as i32) as f32 * rules.step) / reference;
+            scales[lane] = 1.0 / inverse[lane];
+        }
+        let tries = attempt::<SIZE, GROUP>(rules, book, values, &inverse, &scales[..count]);
+        for lane in 0..count {
+            let (along, square) = (tries.along[lane], tries.square[lane]);
+            if square > 0.0 && along * along > best * square {
+                scale = along / square;
+                best = scale * along;
+                (points, exact) = (tries.points[lane], tries.exact[lane]);
             }
         }
-        let (along, square) = sums::<SIZE, GROUP>(rules, &x, weights, &points);
+    }
+    let groups = SIZE / GROUP;
+    let again = rules.free || exact[..groups].contains(&false);
+    if again && scale > 0.0 {
+        let tries = attempt::<SIZE, GROUP>(rules, book, values, &[1.0 / scale; LANES], &[scale]);
+        for k in 0..groups {
+            if rules.all || !exact[k] {
+                points[k] = tries.points[0][k];
+            }
+        }
+        let (along, square) = sums::<SIZE, GROUP>(book, &x, weights, &points);
         if square > 0.0 {
             scale = along / square;
         }
@@ -209,11 +258,13 @@ fn blocks<const SIZE: usize, const GROUP: usize, const COUNT: usize>(
 }
 
 /// Four 7-bit codes of signs and a scale.
+#[inline(always)]
 fn word(found: &Found, code: u8) -> [u8; 4] {
     let signs = (0..4).map(|k| (found.signs[k] as u32) << (7 * k)).sum::<u32>();
     (signs | (code as u32) << 28).to_le_bytes()
 }
 
+#[inline(always)]
 pub fn iq2_xxs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 66]) {
     let book = &codebook::IQ2_XXS;
     let rules = Rules { book, levels: 3, tries: 6, step: 0.1, tiny: 1e-15, seven: true, free: true, all: true };
@@ -227,6 +278,7 @@ pub fn iq2_xxs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 66]) {
     }
 }
 
+#[inline(always)]
 pub fn iq2_xs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 74]) {
     let book = &codebook::IQ2_XS;
     let rules = Rules { book, levels: 3, tries: 9, step: 0.1, tiny: 1e-15, seven: true, free: false, all: false };
@@ -241,6 +293,7 @@ pub fn iq2_xs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 74]) {
     }
 }
 
+#[inline(always)]
 pub fn iq2_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 82]) {
     let book = &codebook::IQ2_S;
     let rules = Rules { book, levels: 3, tries: 9, step: 0.1, tiny: 1e-8, seven: false, free: false, all: false };
@@ -258,6 +311,7 @@ pub fn iq2_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 82]) {
     }
 }
 
+#[inline(always)]
 pub fn iq3_xxs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 98]) {
     let book = &codebook::IQ3_XXS;
     let rules = Rules { book, levels: 8, tries: 15, step: 0.2, tiny: 1e-8, seven: true, free: false, all: false };
@@ -271,6 +325,7 @@ pub fn iq3_xxs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 98]) {
     }
 }
 
+#[inline(always)]
 pub fn iq3_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 110]) {
     let book = &codebook::IQ3_S;
     let rules = Rules { book, levels: 8, tries: 9, step: 0.2, tiny: 0.0, seven: false, free: false, all: true };
