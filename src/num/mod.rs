@@ -2,6 +2,8 @@
 //! choice of vector instructions. The only place that names the linear-algebra crates.
 
 pub mod bits;
+pub mod ggml;
+pub mod lanes;
 pub mod linalg;
 pub mod matmul;
 pub mod simd;

@@ -9,6 +9,7 @@ mod emulator;
 mod end_to_end;
 mod families;
 mod formats;
+mod golden_ggml;
 mod golden_gptq;
 mod hub;
 mod kernels;
