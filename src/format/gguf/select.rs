@@ -39,6 +39,8 @@ pub struct Options {
     pub fallback: bool,
     /// Whether importance is at hand.
     pub importance: bool,
+    /// Refuse without importance what needs it.
+    pub require_importance: bool,
 }
 
 impl Options {
@@ -52,6 +54,7 @@ impl Options {
             pure: false,
             fallback: true,
             importance: false,
+            require_importance: true,
         }
     }
 }
@@ -132,7 +135,7 @@ pub fn select(
         if kind != wanted && !options.fallback {
             return Err(SelectError::NoFallback { tensor: name.clone(), kind: wanted, cols });
         }
-        if !options.importance && needs_importance(name, kind, options.file_type) {
+        if options.require_importance && !options.importance && needs_importance(name, kind, options.file_type) {
             return Err(SelectError::NeedsImportance { tensor: name.clone(), kind });
         }
         choices.push(Choice { name: name.clone(), kind: Some(kind), wanted: (kind != wanted).then_some(wanted) });
