@@ -248,7 +248,7 @@ impl<'a> Cursor<'a> {
         let shape: Vec<usize> =
             extents.iter().rev().map(|&e| usize::try_from(e).ok()).collect::<Option<_>>().ok_or_else(wrong)?;
         let cols = shape.last().copied().unwrap_or(1);
-        if cols % kind.block() != 0 {
+        if !cols.is_multiple_of(kind.block()) {
             return Err(Problem::Blocks { tensor: name.into(), cols, kind });
         }
         // An extent of 0 must not hide that the others are too large.
