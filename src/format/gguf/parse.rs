@@ -212,8 +212,11 @@ impl<'a> Cursor<'a> {
         let count = self.count(&what(), count.into(), size)?;
         if id == 8 {
             let what = what();
-            let texts = (0..count).map(|_| self.text(&what).map(|text| Text::from(text.to_vec())));
-            return texts.collect::<Result<_, _>>().map(Array::Text);
+            let mut texts = Vec::with_capacity(count);
+            for _ in 0..count {
+                texts.push(Text::from(self.text(&what)?.to_vec()));
+            }
+            return Ok(Array::Text(texts));
         }
         let bytes = self.take(count * size as usize, what)?;
         Ok(match id {
