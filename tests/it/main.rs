@@ -10,6 +10,7 @@ mod end_to_end;
 mod families;
 mod formats;
 mod golden_ggml;
+mod gguf_container;
 mod golden_gptq;
 mod hub;
 mod kernels;
