@@ -3,6 +3,7 @@
 pub mod atomic;
 pub mod config;
 pub mod consumers;
+pub mod gguf;
 pub mod gptq;
 pub mod manifest;
 pub mod safetensors;
