@@ -155,16 +155,21 @@ fn read_json(path: &Path) -> Result<Value, CheckpointError> {
     serde_json::from_str(&text).map_err(|e| CheckpointError::Json { path: path.into(), why: e.to_string() })
 }
 
+/// Maps a file into memory, read-only.
+pub fn map(path: &Path) -> std::io::Result<Arc<Mmap>> {
+    let file = File::open(path)?;
+    // SAFETY: the map is read-only; a model file that another process truncates while it is in use is
+    // outside what any reader can survive, and model files are replaced by renaming, not by writing.
+    Ok(Arc::new(unsafe { Mmap::map(&file) }?))
+}
+
 fn map_file(dir: &Path, file: &Arc<str>, tensors: &mut BTreeMap<String, Entry>) -> Result<(), CheckpointError> {
     let path = dir.join(&**file);
     let io = |e: std::io::Error| CheckpointError::Io { path: path.clone(), why: e.to_string() };
-    let handle = File::open(&path).map_err(|e| match e.kind() {
+    let map = map(&path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => CheckpointError::NoFile(path.clone()),
         _ => io(e),
     })?;
-    // SAFETY: the map is read-only; a model file that another process truncates while it is in use is
-    // outside what any reader can survive, and model files are replaced by renaming, not by writing.
-    let map = Arc::new(unsafe { Mmap::map(&handle) }.map_err(io)?);
     let header = |why: String| CheckpointError::Header { path: path.clone(), why };
     let (data_start, metadata) = SafeTensors::read_metadata(&map).map_err(|e| header(e.to_string()))?;
     let data_start = data_start + 8;

@@ -174,7 +174,7 @@ impl Drop for OutputFolder {
 }
 
 /// Removes folders that hold nothing, from the innermost to the outermost.
-fn remove_empty(folders: &[PathBuf]) {
+pub(super) fn remove_empty(folders: &[PathBuf]) {
     for folder in folders.iter().rev() {
         // One that something has come into meanwhile stays.
         let _ = fs::remove_dir(folder);
@@ -227,9 +227,9 @@ fn remove_abandoned(parent: &Path, name: &OsString) {
     }
 }
 
-/// Folders `.NAME.WHAT-PID` of processes that are gone here. Others may hold them: the same folder may be seen
+/// Folders and files `.NAME.WHAT-PID` of processes that are gone here. Others may hold them: the same folder may be seen
 /// from another container.
-fn abandoned(parent: &Path, name: &OsString, what: &str) -> Vec<PathBuf> {
+pub(super) fn abandoned(parent: &Path, name: &OsString, what: &str) -> Vec<PathBuf> {
     let mut prefix = OsString::from(".");
     prefix.push(name);
     prefix.push(format!(".{what}-"));
@@ -259,7 +259,7 @@ fn settle(target: &Path) -> Result<PathBuf, OutputError> {
     if empty { Ok(resolved) } else { Err(exists()) }
 }
 
-fn split(path: &Path) -> Result<(PathBuf, OsString), OutputError> {
+pub(super) fn split(path: &Path) -> Result<(PathBuf, OsString), OutputError> {
     let name = path.file_name().ok_or_else(|| OutputError::NoName(path.into()))?;
     let parent = match path.parent() {
         Some(parent) if parent != Path::new("") => parent.into(),
@@ -269,14 +269,14 @@ fn split(path: &Path) -> Result<(PathBuf, OsString), OutputError> {
 }
 
 /// `.NAME.WHAT-PID`
-fn hidden(name: &OsString, what: &str, suffix: &str) -> OsString {
+pub(super) fn hidden(name: &OsString, what: &str, suffix: &str) -> OsString {
     let mut hidden = OsString::from(".");
     hidden.push(name);
     hidden.push(format!(".{what}-{}{suffix}", std::process::id()));
     hidden
 }
 
-fn sync(path: &Path) -> Result<(), OutputError> {
+pub(super) fn sync(path: &Path) -> Result<(), OutputError> {
     File::open(path).and_then(|f| f.sync_all()).map_err(|source| OutputError::Io { path: path.into(), source })
 }
 

@@ -2,6 +2,7 @@
 //! choice of vector instructions. The only place that names the linear-algebra crates.
 
 pub mod bits;
+pub mod ggml;
 pub mod linalg;
 pub mod matmul;
 pub mod simd;

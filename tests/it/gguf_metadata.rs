@@ -4,8 +4,11 @@ use std::path::{Path, PathBuf};
 
 use quantkit::checkpoint::Checkpoint;
 use quantkit::format::gguf::metadata::{Described, Options, describe};
+use quantkit::format::gguf::restore::{self, Tensors};
 use quantkit::format::gguf::value::{Array, Metadata, Text, Value};
+use quantkit::format::pretty;
 use quantkit::model::config::ModelConfig;
+use quantkit::model::tokenizer::Tokenizer;
 use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
 
@@ -153,6 +156,65 @@ fn check(name: &str, case: &Case) {
     assert_eq!(found.rope_freqs.is_some(), factors.is_some());
     for (a, b) in found.rope_freqs.iter().flatten().zip(factors.iter().flatten()) {
         assert!((f64::from(*a) / b - 1.0).abs() < 1e-6, "{a} {b}");
+    }
+    and_back(&dir, &found);
+}
+
+/// A folder made of the metadata reads as the same model, tokenizes alike, and has the same metadata again.
+fn and_back(dir: &Path, first: &Described) {
+    let (checkpoint, config) = open(dir);
+    let has = |name: &str| {
+        let path = config.prefix;
+        checkpoint.tensors().contains_key(&match name {
+            "output.weight" => "lm_head.weight".to_owned(),
+            "blk.0.attn_q.bias" => format!("{path}layers.0.self_attn.q_proj.bias"),
+            "blk.0.ffn_gate.bias" => format!("{path}layers.0.mlp.gate_proj.bias"),
+            other => panic!("asked for `{other}`"),
+        })
+    };
+    let tensors = Tensors { has: &has, rope_freqs: first.rope_freqs.as_deref() };
+    let files = restore::files(&first.metadata, tensors).unwrap();
+    let tmp = tempfile::tempdir().unwrap();
+    let back = tmp.path().join(dir.file_name().unwrap());
+    std::fs::create_dir(&back).unwrap();
+    for (name, content) in files.named() {
+        std::fs::write(back.join(name), pretty(content)).unwrap();
+    }
+    std::fs::copy(dir.join("model.safetensors"), back.join("model.safetensors")).unwrap();
+
+    let (again, restored) = open(&back);
+    let close = |a: f32, b: f32| (a / b - 1.0).abs() < 1e-5;
+    assert_eq!(restored.layers, config.layers);
+    let sizes = |c: &ModelConfig| [c.hidden, c.intermediate, c.heads, c.kv_heads, c.head_dim, c.vocab, c.max_positions];
+    assert_eq!(sizes(&restored), sizes(&config));
+    let flags = |c: &ModelConfig| [c.tied, c.qkv_bias, c.o_bias, c.mlp_bias];
+    assert_eq!(flags(&restored), flags(&config));
+    assert_eq!((restored.activation, restored.eps), (config.activation, config.eps));
+    assert!(close(restored.attention_scale, config.attention_scale));
+    assert!(close(restored.embedding_scale, config.embedding_scale));
+    assert_eq!(restored.ropes.len(), config.ropes.len());
+    for (a, b) in restored.ropes.iter().zip(&config.ropes) {
+        assert!(close(a.factor, b.factor));
+        assert!(a.inv_freq.iter().zip(&b.inv_freq).all(|(a, b)| close(*a, *b)), "{a:?} {b:?}");
+    }
+
+    let (old, new) = (Tokenizer::load(&checkpoint).unwrap(), Tokenizer::load(&again).unwrap());
+    for text in ["The other, and then the inner thing.", " a  sand 1234 bananas\n\n  in it's THE", "<|im_start|>the<s>in</s>", ""] {
+        assert_eq!(new.encode(text).unwrap(), old.encode(text).unwrap(), "{text:?}");
+    }
+    let ids = old.encode("the rest, and in it").unwrap();
+    assert_eq!(new.decode(&ids, false).unwrap(), old.decode(&ids, false).unwrap());
+    // Further ends, which config.json may list, have no key.
+    assert_eq!(new.eos().first(), old.eos().first());
+
+    let second = describe(&again, &restored, &Options { file_type: F16, ..Options::default() }).unwrap();
+    // What only model cards have does not come back, nor do flags that say what is so anyway.
+    let kept = |key: &str| !key.starts_with("general.") && !key.contains(".add_") && !key.ends_with(".eot_token_id");
+    for (key, value) in first.metadata.iter().filter(|(key, _)| kept(key)) {
+        if key == "tokenizer.ggml.scores" {
+            continue;
+        }
+        assert_eq!(second.metadata.get(key), Some(value), "`{key}`");
     }
 }
 

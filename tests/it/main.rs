@@ -9,6 +9,7 @@ mod emulator;
 mod end_to_end;
 mod families;
 mod formats;
+mod gguf_container;
 mod gguf_metadata;
 mod golden_gptq;
 mod hub;

@@ -2,12 +2,11 @@
 //! and in its order. Where a file needs more to say the same as the checkpoint, keys follow that llama.cpp
 //! passes over.
 
-use std::f64::consts::PI;
-
 use serde_json::Value as Json;
 use thiserror::Error;
 
 use super::card;
+use super::names::{Architecture, NameError, RopeFactors};
 use super::tokenizer::{self, Habits, VocabularyError};
 use super::value::Metadata;
 use crate::checkpoint::{Checkpoint, CheckpointError};
@@ -17,24 +16,10 @@ use crate::model::families::Family;
 /// `general.quantization_version` of today's block layouts.
 pub const QUANTIZATION_VERSION: u32 = 2;
 
-/// How the files of one family are called and read.
-pub(super) struct Arch {
-    /// `model_type`s of config.json; the first is what a GGUF becomes again.
-    pub model_types: &'static [&'static str],
-    pub name: &'static str,
-    /// Written whenever transformers' config of the family has a `head_dim` of its own.
-    pub head_dim: bool,
-    /// Every n-th layer attends to all tokens, the others to a window; 0 where llama.cpp has no windows.
-    pub window_pattern: usize,
+/// Every n-th layer attends to all tokens and the others to a window; 0 where llama.cpp has no windows.
+pub(super) fn window_pattern(architecture: &str) -> usize {
+    if architecture == "gemma3" { 6 } else { 0 }
 }
-
-/// Every family of [`crate::model::families::FAMILIES`].
-pub(super) const ARCHS: &[Arch] = &[
-    Arch { model_types: &["llama", "mistral"], name: "llama", head_dim: true, window_pattern: 0 },
-    Arch { model_types: &["qwen2"], name: "qwen2", head_dim: false, window_pattern: 0 },
-    Arch { model_types: &["qwen3"], name: "qwen3", head_dim: true, window_pattern: 0 },
-    Arch { model_types: &["gemma3_text", "gemma3"], name: "gemma3", head_dim: true, window_pattern: 6 },
-];
 
 /// Why a checkpoint has no metadata.
 #[derive(Debug, Error)]
@@ -43,8 +28,8 @@ pub enum DescribeError {
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     Vocabulary(#[from] VocabularyError),
-    #[error("models of type `{0}` have no form in GGUF here")]
-    Family(&'static str),
+    #[error(transparent)]
+    Name(#[from] NameError),
 }
 
 /// What the file is to say of itself.
@@ -70,7 +55,7 @@ pub struct Described {
 
 /// Describes a checkpoint: `general.*`, hyperparameters, tokenizer.
 pub fn describe(checkpoint: &Checkpoint, config: &ModelConfig, options: &Options) -> Result<Described, DescribeError> {
-    let arch = arch_of(config.family)?;
+    let arch = Architecture::of(config.family)?;
     let keys = Keys::new(checkpoint.config());
     let mut warnings = Vec::new();
     let mut metadata = Metadata::new();
@@ -87,7 +72,8 @@ pub fn describe(checkpoint: &Checkpoint, config: &ModelConfig, options: &Options
     writer.number("attention.head_count_kv", config.kv_heads);
     write_rope(&mut writer, &keys, config, &mut warnings);
     writer.set("attention.layer_norm_rms_epsilon", config.eps);
-    if arch.head_dim || keys.get("head_dim").is_some() || config.head_dim * config.heads != config.hidden {
+    // transformers' configs of all other families have a `head_dim`, stated or not.
+    if arch.name != "qwen2" || keys.get("head_dim").is_some() || config.head_dim * config.heads != config.hidden {
         writer.number("attention.key_length", config.head_dim);
         writer.number("attention.value_length", config.head_dim);
     }
@@ -107,11 +93,6 @@ pub fn describe(checkpoint: &Checkpoint, config: &ModelConfig, options: &Options
     };
     warnings.extend(tokenizer::write(&mut metadata, checkpoint, &habits)?);
     Ok(Described { metadata, rope_freqs: keys.rope_freqs(config), warnings })
-}
-
-fn arch_of(family: &Family) -> Result<&'static Arch, DescribeError> {
-    let found = ARCHS.iter().find(|arch| arch.model_types.contains(&family.model_type));
-    found.ok_or(DescribeError::Family(family.model_type))
 }
 
 /// Sets keys of one architecture.
@@ -173,44 +154,21 @@ impl<'a> Keys<'a> {
         self.number("original_max_position_embeddings").or_else(|| self.of_rope("original_max_position_embeddings"))
     }
 
-    /// Llama 3's scaling as the factors by which llama.cpp divides frequencies.
+    /// The values of `rope_freqs.weight`, if the model needs them.
     fn rope_freqs(&self, config: &ModelConfig) -> Option<Vec<f32>> {
         if self.rope_kind() != "llama3" {
             return None;
         }
-        let (theta, dim) = (self.theta(config.family), 2.0 * config.ropes[0].inv_freq.len() as f64);
         let get = |key, default| self.of_rope(key).unwrap_or(default);
-        let scaling = Llama3 {
+        let factors = RopeFactors {
+            theta: self.theta(config.family),
+            head_dim: 2 * config.ropes[0].inv_freq.len(),
             factor: get("factor", 8.0),
-            low: get("low_freq_factor", 1.0),
-            high: get("high_freq_factor", 4.0),
-            original: self.original_context().unwrap_or(config.max_positions as f64),
+            low_freq_factor: get("low_freq_factor", 1.0),
+            high_freq_factor: get("high_freq_factor", 4.0),
+            original_context: self.original_context().unwrap_or(config.max_positions as f64),
         };
-        Some((0..config.ropes[0].inv_freq.len()).map(|i| scaling.divisor(theta.powf(2.0 * i as f64 / dim)) as f32).collect())
-    }
-}
-
-/// Llama 3's scaling of rotary frequencies.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Llama3 {
-    pub factor: f64,
-    pub low: f64,
-    pub high: f64,
-    pub original: f64,
-}
-
-impl Llama3 {
-    /// What a frequency is divided by; `period` is its inverse.
-    pub fn divisor(&self, period: f64) -> f64 {
-        let turns = self.original / (2.0 * PI * period);
-        if turns > self.high {
-            1.0
-        } else if turns < self.low {
-            self.factor
-        } else {
-            let smooth = (turns - self.low) / (self.high - self.low);
-            1.0 / ((1.0 - smooth) / self.factor + smooth)
-        }
+        Some(factors.values())
     }
 }
 
@@ -301,22 +259,23 @@ pub(super) fn implied_scale(arch: &str, layers: usize, hidden: usize, heads: usi
 
 /// Windows, caps and scales of attention. What llama.cpp does not know is written all the same, so that the file
 /// becomes the same checkpoint again, and told.
-fn write_attention(writer: &mut Writer, arch: &Arch, config: &ModelConfig, warnings: &mut Vec<String>) {
+fn write_attention(writer: &mut Writer, arch: &Architecture, config: &ModelConfig, warnings: &mut Vec<String>) {
     if let Some(cap) = config.final_softcap {
         writer.set("final_logit_softcapping", cap);
     }
     let windows: Vec<Option<usize>> = config.layers.iter().map(|layer| layer.window).collect();
     if let Some(window) = windows.iter().flatten().next() {
         writer.number("attention.sliding_window", *window);
-        let implied = |i: usize| arch.window_pattern > 0 && (i + 1) % arch.window_pattern != 0;
-        if arch.window_pattern == 0 {
+        let pattern = window_pattern(arch.name);
+        let implied = |i: usize| pattern > 0 && (i + 1) % pattern != 0;
+        if pattern == 0 {
             warnings.push(format!(
                 "attention is limited to windows of {window} tokens, which llama.cpp does not do for this architecture: \
                  texts longer than that will compute differently there"
             ));
         }
         let differs = windows.iter().enumerate().any(|(i, w)| w.is_some() != implied(i));
-        if differs && !(arch.window_pattern == 0 && windows.iter().all(Option::is_some)) {
+        if differs && !(pattern == 0 && windows.iter().all(Option::is_some)) {
             writer.set("attention.sliding_window_pattern", windows.iter().map(Option::is_some).collect::<Vec<bool>>());
         }
     }

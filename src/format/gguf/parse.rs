@@ -1,0 +1,265 @@
+//! One file from its bytes. Counts are held against the bytes that are left before memory is taken for them, so
+//! a hostile file costs at most a few times its size.
+
+use std::collections::HashSet;
+
+use super::read::{Problem, Tensor};
+use super::value::{ARRAY, Array, Metadata, TYPE_NAMES, Text, Value};
+use super::{ALIGNMENT, ALIGNMENT_KEY, MAGIC, MAX_DIMS, MAX_NAME};
+use crate::num::ggml::GgmlType;
+use crate::tensor::Bytes;
+
+/// One file, checked.
+#[derive(Debug)]
+pub struct Part {
+    pub version: u32,
+    pub metadata: Metadata,
+    pub tensors: Vec<Tensor>,
+}
+
+/// Reads one file from its bytes.
+pub fn parse(file: Bytes) -> Result<Part, Problem> {
+    let mut cursor = Cursor { bytes: &file, at: 0 };
+    let magic = &file[..file.len().min(4)];
+    if magic != MAGIC {
+        return Err(Problem::Magic { found: magic.into() });
+    }
+    cursor.at = 4;
+    let version = cursor.u32("the version")?;
+    match version {
+        2 | 3 => {}
+        // The bytes of a small number the other way round.
+        _ if version != 0 && version & 0xffff == 0 => return Err(Problem::BigEndian),
+        _ => return Err(Problem::Version(version)),
+    }
+    let tensor_count = cursor.i64("the number of tensors")?;
+    let pair_count = cursor.i64("the number of metadata keys")?;
+    // A pair takes a length, a character, a type and a byte; a tensor a length, dimensions, a type and an offset.
+    let pair_count = cursor.count("metadata keys", pair_count.into(), 8 + 1 + 4 + 1)?;
+    let tensor_count = cursor.count("tensors", tensor_count.into(), 8 + 4 + 4 + 8)?;
+
+    let mut pairs = Vec::with_capacity(pair_count);
+    let mut keys = HashSet::new();
+    for _ in 0..pair_count {
+        let at = cursor.at as u64;
+        let key = cursor.name("a metadata key")?;
+        if key.is_empty() {
+            return Err(Problem::EmptyKey(at));
+        }
+        if !keys.insert(key) {
+            return Err(Problem::DuplicateKey(key.into()));
+        }
+        pairs.push((key.to_string(), cursor.value(key)?));
+    }
+    let metadata = Metadata::of_distinct(pairs);
+    let alignment = alignment(&metadata)?;
+
+    let mut tensors = Vec::with_capacity(tensor_count);
+    let mut names = HashSet::new();
+    for _ in 0..tensor_count {
+        let tensor = cursor.tensor()?;
+        if !names.insert(tensor.name) {
+            return Err(Problem::DuplicateTensor(tensor.name.into()));
+        }
+        tensors.push(tensor);
+    }
+    let start = (cursor.at as u64).next_multiple_of(alignment);
+    let tensors = place(&file, start, alignment, tensors)?;
+    Ok(Part { version, metadata, tensors })
+}
+
+fn alignment(metadata: &Metadata) -> Result<u64, Problem> {
+    match metadata.get(ALIGNMENT_KEY) {
+        None => Ok(ALIGNMENT),
+        Some(&Value::U32(alignment)) if alignment.is_power_of_two() => Ok(alignment.into()),
+        Some(Value::U32(other)) => Err(Problem::Alignment(other.to_string())),
+        Some(other) => Err(Problem::Alignment(format!("of type {}", other.kind()))),
+    }
+}
+
+/// A tensor as listed, its data not yet looked for.
+struct Listed<'a> {
+    name: &'a str,
+    kind: GgmlType,
+    shape: Vec<usize>,
+    bytes: u64,
+    offset: u64,
+}
+
+/// Finds the data, which must follow each other without gap or overlap, as llama.cpp demands.
+fn place(file: &Bytes, start: u64, alignment: u64, listed: Vec<Listed>) -> Result<Vec<Tensor>, Problem> {
+    let mut wanted = 0u64;
+    let mut tensors = Vec::with_capacity(listed.len());
+    for Listed { name, kind, shape, bytes, offset } in listed {
+        if offset != wanted {
+            return Err(Problem::Offset { tensor: name.into(), found: offset, wanted });
+        }
+        let cut = || Problem::Truncated {
+            what: format!("tensor `{name}`"),
+            at: start.saturating_add(offset),
+            end: file.len() as u64,
+        };
+        let end = start.checked_add(offset).and_then(|at| at.checked_add(bytes));
+        let end = end.filter(|end| *end <= file.len() as u64).ok_or_else(cut)?;
+        let data = slice(file, (end - bytes) as usize, end as usize);
+        tensors.push(Tensor { name: name.into(), kind, shape, offset, bytes: data });
+        // The padding after the last tensor may be missing.
+        wanted = (offset + bytes).next_multiple_of(alignment);
+    }
+    Ok(tensors)
+}
+
+fn slice(file: &Bytes, from: usize, to: usize) -> Bytes {
+    match file {
+        Bytes::Mapped(map, range) => Bytes::Mapped(map.clone(), range.start + from..range.start + to),
+        Bytes::Owned(bytes) => Bytes::Owned(bytes[from..to].into()),
+    }
+}
+
+/// A place in a file.
+struct Cursor<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    fn left(&self) -> u64 {
+        (self.bytes.len() - self.at) as u64
+    }
+
+    fn take(&mut self, len: usize, what: impl FnOnce() -> String) -> Result<&'a [u8], Problem> {
+        match self.bytes[self.at..].get(..len) {
+            Some(taken) => {
+                self.at += len;
+                Ok(taken)
+            }
+            None => Err(Problem::Truncated { what: what(), at: self.at as u64, end: self.bytes.len() as u64 }),
+        }
+    }
+
+    fn array<const N: usize>(&mut self, what: impl FnOnce() -> String) -> Result<[u8; N], Problem> {
+        let mut out = [0; N];
+        out.copy_from_slice(self.take(N, what)?);
+        Ok(out)
+    }
+
+    fn u32(&mut self, what: &str) -> Result<u32, Problem> {
+        Ok(u32::from_le_bytes(self.array(|| what.into())?))
+    }
+
+    fn u64(&mut self, what: &str) -> Result<u64, Problem> {
+        Ok(u64::from_le_bytes(self.array(|| what.into())?))
+    }
+
+    fn i64(&mut self, what: &str) -> Result<i64, Problem> {
+        Ok(i64::from_le_bytes(self.array(|| what.into())?))
+    }
+
+    /// A count of things that take `least` bytes each at least.
+    fn count(&self, what: &str, count: i128, least: u64) -> Result<usize, Problem> {
+        match usize::try_from(count) {
+            Ok(fine) if fine as u64 <= self.left() / least => Ok(fine),
+            _ => Err(Problem::Count { what: what.into(), count, left: self.left() }),
+        }
+    }
+
+    fn text(&mut self, what: &str) -> Result<&'a [u8], Problem> {
+        let len = self.u64(what)?;
+        let at = self.at as u64;
+        let cut = |end| Problem::Truncated { what: what.into(), at, end };
+        let len = usize::try_from(len).map_err(|_| cut(self.bytes.len() as u64))?;
+        self.take(len, || what.into())
+    }
+
+    fn name(&mut self, what: &'static str) -> Result<&'a str, Problem> {
+        let at = self.at as u64;
+        std::str::from_utf8(self.text(what)?).map_err(|_| Problem::NotUtf8 { what, at })
+    }
+
+    fn value(&mut self, key: &str) -> Result<Value, Problem> {
+        let what = || format!("the value of `{key}`");
+        let id = self.u32("the type of a metadata value")?;
+        macro_rules! numbers {
+            ($($id:literal $variant:ident $type:ty;)*) => {
+                match id {
+                    $($id => return Ok(Value::$variant(<$type>::from_le_bytes(self.array(what)?))),)*
+                    _ => {}
+                }
+            };
+        }
+        numbers! { 0 U8 u8; 1 I8 i8; 2 U16 u16; 3 I16 i16; 4 U32 u32; 5 I32 i32; 6 F32 f32; 10 U64 u64; 11 I64 i64; 12 F64 f64; }
+        match id {
+            7 => Ok(Value::Bool(self.array::<1>(what)? != [0])),
+            8 => Ok(Value::Text(self.text(&what())?.to_vec().into())),
+            ARRAY => Ok(Value::Array(self.elements(key)?)),
+            _ => Err(Problem::ValueType { key: key.into(), id }),
+        }
+    }
+
+    fn elements(&mut self, key: &str) -> Result<Array, Problem> {
+        let id = self.u32("the type of array elements")?;
+        let count = self.u64("the length of an array")?;
+        // A string takes at least its length.
+        let size = match id {
+            0 | 1 | 7 => 1,
+            2 | 3 => 2,
+            4..=6 => 4,
+            8 | 10..=12 => 8,
+            ARRAY => return Err(Problem::NestedArray(key.into())),
+            _ => return Err(Problem::ValueType { key: key.into(), id }),
+        };
+        let what = || format!("elements of `{key}` ({})", TYPE_NAMES[id as usize]);
+        let count = self.count(&what(), count.into(), size)?;
+        if id == 8 {
+            let what = what();
+            let texts = (0..count).map(|_| self.text(&what).map(|text| Text::from(text.to_vec())));
+            return texts.collect::<Result<_, _>>().map(Array::Text);
+        }
+        let bytes = self.take(count * size as usize, what)?;
+        Ok(match id {
+            0 => Array::U8(bytes.to_vec()),
+            1 => Array::I8(numbers(bytes, i8::from_le_bytes)),
+            2 => Array::U16(numbers(bytes, u16::from_le_bytes)),
+            3 => Array::I16(numbers(bytes, i16::from_le_bytes)),
+            4 => Array::U32(numbers(bytes, u32::from_le_bytes)),
+            5 => Array::I32(numbers(bytes, i32::from_le_bytes)),
+            6 => Array::F32(numbers(bytes, f32::from_le_bytes)),
+            7 => Array::Bool(bytes.iter().map(|b| *b != 0).collect()),
+            10 => Array::U64(numbers(bytes, u64::from_le_bytes)),
+            11 => Array::I64(numbers(bytes, i64::from_le_bytes)),
+            _ => Array::F64(numbers(bytes, f64::from_le_bytes)),
+        })
+    }
+
+    fn tensor(&mut self) -> Result<Listed<'a>, Problem> {
+        let name = self.name("a tensor name")?;
+        if name.len() > MAX_NAME {
+            return Err(Problem::NameLength { name: name.into() });
+        }
+        let dims = self.u32("the dimensions of a tensor")?;
+        if dims as usize > MAX_DIMS {
+            return Err(Problem::Dimensions { tensor: name.into(), dims });
+        }
+        let extents: Vec<i64> = (0..dims).map(|_| self.i64("the extents of a tensor")).collect::<Result<_, _>>()?;
+        let id = self.u32("the type of a tensor")?;
+        let offset = self.u64("the offset of a tensor")?;
+        let kind = GgmlType::from_id(id).ok_or_else(|| Problem::TensorType { tensor: name.into(), id })?;
+        let wrong = || Problem::Extents { tensor: name.into(), extents: extents.clone() };
+        let shape: Vec<usize> =
+            extents.iter().rev().map(|&e| usize::try_from(e).ok()).collect::<Option<_>>().ok_or_else(wrong)?;
+        let cols = shape.last().copied().unwrap_or(1);
+        if cols % kind.block() != 0 {
+            return Err(Problem::Blocks { tensor: name.into(), cols, kind });
+        }
+        // An extent of 0 must not hide that the others are too large.
+        let product = shape.iter().try_fold(1usize, |product, &e| product.checked_mul(e.max(1)));
+        product.filter(|product| *product <= i64::MAX as usize / 4).ok_or_else(wrong)?;
+        let rows: usize = shape[..shape.len().saturating_sub(1)].iter().product();
+        let bytes = kind.row_bytes(cols).and_then(|row| row.checked_mul(rows)).ok_or_else(wrong)?;
+        Ok(Listed { name, kind, shape, bytes: bytes as u64, offset })
+    }
+}
+
+fn numbers<const N: usize, T>(bytes: &[u8], read: fn([u8; N]) -> T) -> Vec<T> {
+    bytes.as_chunks::<N>().0.iter().map(|chunk| read(*chunk)).collect()
+}

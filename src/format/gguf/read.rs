@@ -1,0 +1,255 @@
+//! Reading: one mapped file, or several parts as one model, checked on opening.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+use super::parse::{Part, parse};
+use super::value::{Metadata, MetadataError};
+use super::{MAX_DIMS, MAX_NAME, parse_part_name, part_name};
+use crate::checkpoint;
+use crate::num::ggml::GgmlType;
+use crate::tensor::Bytes;
+
+/// Why a file is not read: where, and what stands there.
+#[derive(Debug, Error)]
+#[error("`{path}`: {problem}")]
+pub struct ReadError {
+    pub path: PathBuf,
+    pub problem: Problem,
+}
+
+/// What can be wrong with a file. Positions are bytes from its start.
+#[derive(Debug, Error)]
+pub enum Problem {
+    #[error("cannot be read: {0}")]
+    Io(#[from] io::Error),
+    #[error("this is no GGUF file: it starts with {found:02x?} instead of `GGUF`")]
+    Magic { found: Vec<u8> },
+    #[error("this GGUF file is big-endian; only little-endian files are read, so convert it first")]
+    BigEndian,
+    #[error("GGUF version {0} is not read; versions 2 and 3 are")]
+    Version(u32),
+    #[error(
+        "the file ends at byte {end} inside {what}, which begins at byte {at}; it is cut off or damaged, so get it again"
+    )]
+    Truncated { what: String, at: u64, end: u64 },
+    #[error("{count} {what} cannot be in the {left} bytes that are left; the file is damaged, so get it again")]
+    Count { what: String, count: i128, left: u64 },
+    #[error("{what} at byte {at} is not UTF-8")]
+    NotUtf8 { what: &'static str, at: u64 },
+    #[error("a metadata key at byte {0} is empty")]
+    EmptyKey(u64),
+    #[error("the metadata key `{0}` stands twice")]
+    DuplicateKey(String),
+    #[error("the metadata key `{key}` has the value type {id}; types are 0 to 12")]
+    ValueType { key: String, id: u32 },
+    #[error("the metadata key `{0}` holds an array of arrays, which llama.cpp does not load either")]
+    NestedArray(String),
+    #[error("{0}")]
+    Metadata(#[from] MetadataError),
+    #[error("`general.alignment` is {0}; a u32 that is a power of two is needed")]
+    Alignment(String),
+    #[error("the tensor name `{name}` has {} bytes; at most {MAX_NAME} are allowed", .name.len())]
+    NameLength { name: String },
+    #[error("tensor `{0}` stands twice")]
+    DuplicateTensor(String),
+    #[error("tensor `{tensor}` has {dims} dimensions; at most {MAX_DIMS} are allowed")]
+    Dimensions { tensor: String, dims: u32 },
+    #[error("tensor `{tensor}` has the extents {extents:?}, of which one is negative or the product too large")]
+    Extents { tensor: String, extents: Vec<i64> },
+    #[error("tensor `{tensor}` is of the ggml type {id}, which is not read; read are {}", known_types())]
+    TensorType { tensor: String, id: u32 },
+    #[error("tensor `{tensor}` has rows of {cols} values; {kind} takes multiples of {}", kind.block())]
+    Blocks { tensor: String, cols: usize, kind: GgmlType },
+    #[error("tensor `{tensor}` begins at {found} of the data, but {wanted} is where the one before it ends")]
+    Offset { tensor: String, found: u64, wanted: u64 },
+    #[error("this is part {number} of a split model; give its first part{}", hint(.first))]
+    NotFirst { number: u64, first: Option<PathBuf> },
+    #[error(
+        "this is the first of {count} parts, but its name does not end in `-00001-of-{count:05}.gguf`; rename the parts as they were"
+    )]
+    PartName { count: u64 },
+    #[error("this part says it is number {found} of {found_count}; {wanted} of {count} is needed (counted from 1)")]
+    PartNumber { found: u64, found_count: u64, wanted: u64, count: u64 },
+    #[error("the parts hold {found} tensors together; the first says {wanted}, so parts of different models are mixed")]
+    PartTensors { found: u64, wanted: u64 },
+}
+
+fn known_types() -> String {
+    GgmlType::ALL.map(GgmlType::name).join(", ")
+}
+
+fn hint(first: &Option<PathBuf>) -> String {
+    first.as_ref().map_or_else(String::new, |path| format!(", `{}`", path.display()))
+}
+
+/// One tensor of a file.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    pub name: String,
+    pub kind: GgmlType,
+    /// Outermost first, as elsewhere in this crate; files list extents the other way round.
+    pub shape: Vec<usize>,
+    /// Where the data begin, from the start of the data of its part.
+    pub offset: u64,
+    pub bytes: Bytes,
+}
+
+impl Tensor {
+    /// Values in a row.
+    pub fn cols(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
+    /// How many values it has.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A GGUF model: its metadata, and its tensors in the order of the file.
+#[derive(Debug)]
+pub struct GgufFile {
+    path: PathBuf,
+    version: u32,
+    metadata: Metadata,
+    tensors: Vec<Tensor>,
+    by_name: HashMap<String, usize>,
+    parts: Vec<PathBuf>,
+}
+
+impl GgufFile {
+    /// Opens a file, or all parts of a split model by its first. The keys about the split are taken out of the
+    /// metadata, since what is opened is whole.
+    pub fn open(path: &Path) -> Result<Self, ReadError> {
+        let first = open_part(path)?;
+        let fail = |problem| ReadError { path: path.into(), problem };
+        let split = first.split().map_err(|e| fail(e.into()))?;
+        let mut parts = vec![path.to_path_buf()];
+        let mut tensors = first.tensors;
+        if let Some(split) = split {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let parsed = parse_part_name(&name);
+            if split.no != 0 {
+                let first = parsed.map(|(prefix, _, count)| path.with_file_name(part_name(prefix, 1, count)));
+                return Err(fail(Problem::NotFirst { number: split.no + 1, first }));
+            }
+            if split.count > 1 {
+                let (prefix, _, count) = parsed
+                    .filter(|(_, number, count)| *number == 1 && *count as u64 == split.count)
+                    .ok_or_else(|| fail(Problem::PartName { count: split.count }))?;
+                for number in 2..=count {
+                    let path = path.with_file_name(part_name(prefix, number, count));
+                    tensors.extend(further_part(&path, number as u64, split.count)?.tensors);
+                    parts.push(path);
+                }
+            }
+            let found = tensors.len() as u64;
+            if let Some(wanted) = split.tensors.filter(|wanted| *wanted != found) {
+                return Err(fail(Problem::PartTensors { found, wanted }));
+            }
+        }
+        let mut metadata = first.metadata;
+        if split.is_some() {
+            metadata.retain(|key| !key.starts_with("split."));
+        }
+        Self::of_parts(path, first.version, metadata, tensors, parts).map_err(fail)
+    }
+
+    fn of_parts(
+        path: &Path,
+        version: u32,
+        metadata: Metadata,
+        tensors: Vec<Tensor>,
+        parts: Vec<PathBuf>,
+    ) -> Result<Self, Problem> {
+        let mut by_name = HashMap::with_capacity(tensors.len());
+        for (i, tensor) in tensors.iter().enumerate() {
+            if by_name.insert(tensor.name.clone(), i).is_some() {
+                return Err(Problem::DuplicateTensor(tensor.name.clone()));
+            }
+        }
+        Ok(Self { path: path.into(), version, metadata, tensors, by_name, parts })
+    }
+
+    /// The file, or the first part.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The version of the format.
+    pub fn version(&self) -> u32 {
+        self.version
+    }
+
+    pub fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    /// In the order of the files.
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    pub fn tensor(&self, name: &str) -> Option<&Tensor> {
+        self.by_name.get(name).map(|&i| &self.tensors[i])
+    }
+
+    /// The files it is made of.
+    pub fn parts(&self) -> &[PathBuf] {
+        &self.parts
+    }
+}
+
+fn open_part(path: &Path) -> Result<Part, ReadError> {
+    let fail = |problem| ReadError { path: path.into(), problem };
+    let map = checkpoint::map(path).map_err(|e| fail(e.into()))?;
+    let len = map.len();
+    parse(Bytes::Mapped(map, 0..len)).map_err(fail)
+}
+
+/// Opens part `number` (from 1), which must say that it is that part.
+fn further_part(path: &Path, number: u64, count: u64) -> Result<Part, ReadError> {
+    let part = open_part(path)?;
+    let fail = |problem| ReadError { path: path.into(), problem };
+    let split = part.split().map_err(|e| fail(e.into()))?.unwrap_or(Split { no: 0, count: 1, tensors: None });
+    // Some writers leave the count out of further parts.
+    let right = split.no + 1 == number && (split.count == count || part.metadata.get(SPLIT_COUNT).is_none());
+    if !right {
+        let (found, found_count) = (split.no + 1, split.count);
+        return Err(fail(Problem::PartNumber { found, found_count, wanted: number, count }));
+    }
+    Ok(part)
+}
+
+pub(super) const SPLIT_NO: &str = "split.no";
+pub(super) const SPLIT_COUNT: &str = "split.count";
+pub(super) const SPLIT_TENSORS: &str = "split.tensors.count";
+
+/// What a part says about the whole.
+#[derive(Clone, Copy, Debug)]
+struct Split {
+    /// From 0.
+    no: u64,
+    count: u64,
+    tensors: Option<u64>,
+}
+
+impl Part {
+    fn split(&self) -> Result<Option<Split>, MetadataError> {
+        let no: Option<u16> = self.metadata.read::<u32>(SPLIT_NO)?.map(|no| no.min(u16::MAX.into()) as u16);
+        let count: Option<u32> = self.metadata.read(SPLIT_COUNT)?;
+        if no.is_none() && count.is_none() {
+            return Ok(None);
+        }
+        let tensors = self.metadata.read(SPLIT_TENSORS)?;
+        Ok(Some(Split { no: no.unwrap_or(0).into(), count: count.unwrap_or(1).into(), tensors }))
+    }
+}
