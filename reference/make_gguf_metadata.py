@@ -111,7 +111,7 @@ def spm_json(vocab, tokens, *, gemma=False, bos):
     steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     return {"version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [added(t, i, s) for t, i, s in tokens],
+            "added_tokens": [added(t, i, s, normalized=not s) for t, i, s in tokens],
             "normalizer": normalizer if gemma else {"type": "Sequence", "normalizers": [prepend, normalizer]},
             "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
                               "invert": False} if gemma else None,

@@ -212,7 +212,14 @@ impl Name {
         // A bare word may be anything.
         let clear = size.is_some() || finetune.is_some() || version.is_some();
         let basename = join(|m| m.base).filter(|_| clear);
-        Self { full: Some(full.into()), organization: organization.map(str::to_owned), basename, finetune, version, size }
+        Self {
+            full: Some(full.into()),
+            organization: organization.map(str::to_owned),
+            basename,
+            finetune,
+            version,
+            size,
+        }
     }
 }
 
@@ -426,7 +433,8 @@ mod tests {
 
     #[test]
     fn odd_front_matter_is_passed_over() {
-        let card = Card::parse("---\nlicense: mit # free\nlist:\n  - a\n  - 'b: c'\n  - x: y\nmore: |\n  text\n: no\n---\n");
+        let card =
+            Card::parse("---\nlicense: mit # free\nlist:\n  - a\n  - 'b: c'\n  - x: y\nmore: |\n  text\n: no\n---\n");
         assert_eq!(card.text(&["license"]), Some("mit".into()));
         assert_eq!(card.list(&["list"]), Some(vec!["a".into(), "b: c".into()]));
         assert_eq!(card.text(&["more"]), None);

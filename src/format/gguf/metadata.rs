@@ -126,7 +126,11 @@ impl<'a> Keys<'a> {
         let both = object("rope_scaling").or(object("rope_parameters"));
         let nested = both.filter(|p| p.get("full_attention").is_some() || p.get("sliding_attention").is_some());
         let part = |key: &str| nested.and_then(|p| p.get(key));
-        Self { text, rope: if nested.is_some() { part("full_attention") } else { both }, local_rope: part("sliding_attention") }
+        Self {
+            text,
+            rope: if nested.is_some() { part("full_attention") } else { both },
+            local_rope: part("sliding_attention"),
+        }
     }
 
     fn get(&self, key: &str) -> Option<&'a Json> {
@@ -291,5 +295,24 @@ fn write_attention(writer: &mut Writer, arch: &Architecture, config: &ModelConfi
              differently",
             config.attention_scale
         ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::families::FAMILIES;
+
+    #[test]
+    fn every_family_has_an_architecture() {
+        for family in FAMILIES {
+            assert!(Architecture::of(family).is_ok(), "{}", family.model_type);
+        }
+    }
+
+    #[test]
+    fn the_27b_model_has_its_own_scale() {
+        assert_eq!(implied_scale("gemma3", 62, 5376, 32, 128), 1.0 / 168f64.sqrt());
+        assert_eq!(implied_scale("gemma3", 34, 2560, 8, 256), 1.0 / 16.0);
     }
 }

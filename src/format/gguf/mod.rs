@@ -14,7 +14,7 @@ pub mod parse;
 pub mod pretokenizer;
 pub mod read;
 pub mod restore;
-mod restore_tokenizer;
+pub mod restore_tokenizer;
 pub mod select;
 pub mod sentencepiece;
 mod special;

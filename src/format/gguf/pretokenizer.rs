@@ -2,8 +2,8 @@
 //! (`tokenizer.ggml.pre`).
 //!
 //! The name is decided from the rules in tokenizer.json, which is what it stands for. llama.cpp's converter
-//! decides by a fingerprint of the whole vocabulary instead, so its table is the cross-check: where it knows the
-//! vocabulary, its name is taken (several names share one way of cutting).
+//! decides by a fingerprint of the whole vocabulary instead, so its table is the cross-check. It also tells names
+//! apart that share one way of cutting, and names ways that are not known here.
 
 use serde_json::{Value as Json, json};
 use thiserror::Error;
@@ -32,7 +32,10 @@ macro_rules! contractions {
 macro_rules! words {
     ($digits:literal) => {
         concat!(
-            "split ", contractions!(), r"|[^\r\n\p{L}\p{N}]?\p{L}+|", $digits,
+            "split ",
+            contractions!(),
+            r"|[^\r\n\p{L}\p{N}]?\p{L}+|",
+            $digits,
             r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         )
     };
@@ -40,8 +43,12 @@ macro_rules! words {
 macro_rules! cased {
     ($after:expr, $digits:literal) => {
         concat!(
-            r"split [^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+", $after,
-            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*", $after, "|", $digits,
+            r"split [^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+            $after,
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+            $after,
+            "|",
+            $digits,
             r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         )
     };
@@ -93,7 +100,9 @@ const WAYS: &[Way] = &[
         name: "qwen35",
         steps: &[
             concat!(
-                "split ", contractions!(), r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+                "split ",
+                contractions!(),
+                r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+"
             ),
             "bytes",
@@ -104,8 +113,22 @@ const WAYS: &[Way] = &[
         name: "gpt-2",
         steps: &["words and bytes"],
         aliases: &[
-            "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "a.x-4.0", "mellum",
-            "modern-bert", "roberta-bpe", "jina-v1-en", "jina-v2-code", "jina-v2-es", "jina-v2-de",
+            "phi-2",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "granite-docling",
+            "exaone4",
+            "gigachat",
+            "a.x-4.0",
+            "mellum",
+            "modern-bert",
+            "roberta-bpe",
+            "jina-v1-en",
+            "jina-v2-code",
+            "jina-v2-es",
+            "jina-v2-de",
         ],
         ..PLAIN
     },
@@ -115,13 +138,7 @@ const WAYS: &[Way] = &[
         aliases: &["starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"],
         ..PLAIN
     },
-    Way {
-        name: "tekken",
-        steps: &[cased!("", r"\p{N}"), "bytes"],
-        ignore_merges: Some(true),
-        adds_bos: true,
-        ..PLAIN
-    },
+    Way { name: "tekken", steps: &[cased!("", r"\p{N}"), "bytes"], ignore_merges: Some(true), adds_bos: true, ..PLAIN },
     Way {
         name: "gpt-4o",
         steps: &[cased!(concat!(contractions!(), "?"), r"\p{N}{1,3}"), "bytes"],
@@ -131,33 +148,40 @@ const WAYS: &[Way] = &[
     Way {
         name: "deepseek-llm",
         steps: &[
-            r"split [\r\n]", LETTERS, "split \\s?[!-/:-~！-／：-～‘-‟\u{3000}-。]+", r"split \s+$",
-            "split [一-龥ࠀ-一가-퟿]+", "each digit", "bytes",
+            r"split [\r\n]",
+            LETTERS,
+            "split \\s?[!-/:-~！-／：-～‘-‟\u{3000}-。]+",
+            r"split \s+$",
+            "split [一-龥ࠀ-一가-퟿]+",
+            "each digit",
+            "bytes",
         ],
         ..PLAIN
     },
     Way {
         name: "deepseek-coder",
         steps: &[
-            r"split [\r\n]", r"split \s?\p{L}+", r"split \s?\p{P}+", "split [一-龥ࠀ-一가-퟿]+", "each digit", "bytes",
+            r"split [\r\n]",
+            r"split \s?\p{L}+",
+            r"split \s?\p{P}+",
+            "split [一-龥ࠀ-一가-퟿]+",
+            "each digit",
+            "bytes",
         ],
         ..PLAIN
     },
     Way {
         name: "deepseek-v3",
         steps: &[
-            r"split \p{N}{1,3}", "split [一-龥\u{3040}-ゟ゠-ヿ]+",
+            r"split \p{N}{1,3}",
+            "split [一-龥\u{3040}-ゟ゠-ヿ]+",
             r##"split [!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##,
             "bytes",
         ],
         aliases: &["hunyuan-dense", "joyai-llm", "hy_v4"],
         ..PLAIN
     },
-    Way {
-        name: "falcon",
-        steps: &["punctuation", "words and bytes", "digits", "split [0-9][0-9][0-9]"],
-        ..PLAIN
-    },
+    Way { name: "falcon", steps: &["punctuation", "words and bytes", "digits", "split [0-9][0-9][0-9]"], ..PLAIN },
 ];
 
 /// The text whose token ids, with special tokens, are fingerprinted; the same in llama.cpp's converter.
@@ -203,10 +227,10 @@ pub fn decide(tokenizer: &Json, ids: &[u32]) -> Result<Decision, PreTokenizerErr
             Ok(Decision { name, warning: None })
         }
         (Some(way), Some(name)) => Ok(Decision {
-            name,
+            name: way.name,
             warning: Some(format!(
-                "llama.cpp knows this vocabulary as `{name}`, though tokenizer.json cuts text as `{}` does; `{name}` is \
-                 written",
+                "tokenizer.json cuts text as `{}` does, which is written; by the fingerprint of the vocabulary llama.cpp's \
+                 converter would write `{name}`",
                 way.name
             )),
         }),
@@ -260,7 +284,8 @@ fn steps(pre: &Json) -> Vec<String> {
         "Split" => {
             let regex = pre.pointer("/pattern/Regex").and_then(Json::as_str);
             // What is kept when everything that does not match is removed are the matches as well.
-            let isolates = behavior == "Isolated" && !flag("invert", false) || behavior == "Removed" && flag("invert", false);
+            let isolates =
+                behavior == "Isolated" && !flag("invert", false) || behavior == "Removed" && flag("invert", false);
             match regex.filter(|_| isolates) {
                 Some(regex) => vec![format!("split {}", regex.replace('\r', r"\r").replace('\n', r"\n"))],
                 None => vec![format!("split by {} ({behavior})", pre.get("pattern").unwrap_or(&Json::Null))],
@@ -286,9 +311,8 @@ pub struct Rules {
 pub fn rules(name: &str) -> Result<Rules, PreTokenizerError> {
     let name = if name == "default" { "gpt-2" } else { name };
     let way = of_way(name).ok_or_else(|| PreTokenizerError::NoSuchName(name.into(), known()))?;
-    let byte_level = |regex: bool| {
-        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex})
-    };
+    let byte_level =
+        |regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex});
     let step = |step: &&str| match *step {
         "bytes" => byte_level(false),
         "words and bytes" => byte_level(true),
@@ -318,7 +342,8 @@ mod tests {
         for way in WAYS {
             let rules = rules(way.name).unwrap();
             assert_eq!(steps(&rules.pre_tokenizer), way.steps, "{}", way.name);
-            let tokenizer = json!({"pre_tokenizer": rules.pre_tokenizer, "model": {"ignore_merges": rules.ignore_merges}});
+            let tokenizer =
+                json!({"pre_tokenizer": rules.pre_tokenizer, "model": {"ignore_merges": rules.ignore_merges}});
             let found = decide(&tokenizer, &[1]).unwrap();
             assert_eq!(found.name, way.name);
             assert!(found.warning.unwrap().contains("does not know this vocabulary"));

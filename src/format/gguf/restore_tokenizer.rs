@@ -55,12 +55,19 @@ fn same_length(key: &'static str, found: usize, tokens: usize) -> Result<(), Res
     if found == tokens { Ok(()) } else { Err(RestoreError::Length { key, found, tokens }) }
 }
 
-/// Makes a tokenizer.json, and fills tokenizer_config.json.
-pub(super) fn tokenizer(
-    metadata: &Metadata,
-    config: &mut Map<String, Json>,
-    warnings: &mut Vec<String>,
-) -> Result<Json, RestoreError> {
+/// The two files of a tokenizer, and what the user should know.
+#[derive(Debug)]
+pub struct Restored {
+    /// tokenizer.json
+    pub tokenizer: Json,
+    /// tokenizer_config.json
+    pub config: Json,
+    pub warnings: Vec<String>,
+}
+
+/// Makes the files of a tokenizer out of `tokenizer.*`, whatever the architecture.
+pub fn tokenizer(metadata: &Metadata) -> Result<Restored, RestoreError> {
+    let (mut config, mut warnings) = (Map::new(), Vec::new());
     let vocabulary = Vocabulary::read(metadata)?;
     config.insert("tokenizer_class".into(), "PreTrainedTokenizerFast".into());
     for (kind, name) in
@@ -75,12 +82,12 @@ pub(super) fn tokenizer(
         })?;
         config.insert(format!("{name}_token"), (*token).into());
     }
-    write_templates(metadata, config)?;
+    write_templates(metadata, &mut config)?;
 
     let model: &str = metadata.need("tokenizer.ggml.model")?;
     let (mut tokenizer, adds_bos) = match model {
         "gpt2" => byte_level(metadata, &vocabulary)?,
-        "llama" => sentencepiece(metadata, &vocabulary, warnings)?,
+        "llama" => sentencepiece(metadata, &vocabulary, &mut warnings)?,
         other => return Err(RestoreError::Vocabulary(other.into())),
     };
     let adds = |kind: &str, default: bool| -> Result<bool, RestoreError> {
@@ -89,12 +96,12 @@ pub(super) fn tokenizer(
     let (bos, eos) = (adds("bos", adds_bos)?, adds("eos", false)?);
     config.insert("add_bos_token".into(), bos.into());
     config.insert("add_eos_token".into(), eos.into());
-    let first = named_id(config, &vocabulary, "bos_token").filter(|_| bos);
-    let last = named_id(config, &vocabulary, "eos_token").filter(|_| eos);
+    let first = named_id(&config, &vocabulary, "bos_token").filter(|_| bos);
+    let last = named_id(&config, &vocabulary, "eos_token").filter(|_| eos);
     if first.is_some() || last.is_some() {
         tokenizer["post_processor"] = template(first, last);
     }
-    Ok(tokenizer)
+    Ok(Restored { tokenizer, config: config.into(), warnings })
 }
 
 fn named_id<'a>(config: &Map<String, Json>, vocabulary: &Vocabulary<'a>, key: &str) -> Option<(usize, &'a str)> {
@@ -146,12 +153,13 @@ fn byte_level(metadata: &Metadata, vocabulary: &Vocabulary) -> Result<(Json, boo
     let rules = pretokenizer::rules(name)?;
     let merges: Vec<&str> = metadata.need("tokenizer.ggml.merges")?;
     let merges: Vec<Json> = merges.iter().filter_map(|m| m.split_once(' ')).map(|(a, b)| json!([a, b])).collect();
-    // Qwen's own tokenizers compose characters first; llama.cpp does not, and files do not say.
-    let composes = metadata.read::<&str>("general.architecture")?.is_some_and(|arch| arch.starts_with("qwen"));
+    // The tokenizers of Qwen2 and Qwen3 compose characters first; llama.cpp does not, and files do not say.
+    let qwen = metadata.read::<&str>("general.architecture")?.is_some_and(|arch| arch.starts_with("qwen"));
+    let normalizer = if qwen && name == "qwen2" { json!({"type": "NFC"}) } else { Json::Null };
     let tokenizer = json!({
         "version": "1.0", "truncation": null, "padding": null,
         "added_tokens": vocabulary.added(&[Kind::Control]),
-        "normalizer": if composes { json!({"type": "NFC"}) } else { Json::Null },
+        "normalizer": normalizer,
         "pre_tokenizer": rules.pre_tokenizer,
         "post_processor": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
         "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
@@ -178,8 +186,7 @@ fn sentencepiece(
     let space = SPACE.to_string();
     let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": space});
     let prepend = json!({"type": "Prepend", "prepend": space});
-    let normalizer =
-        if prefix { json!({"type": "Sequence", "normalizers": [prepend, replace]}) } else { replace };
+    let normalizer = if prefix { json!({"type": "Sequence", "normalizers": [prepend, replace]}) } else { replace };
     let mut decoders = vec![
         json!({"type": "Replace", "pattern": {"String": space}, "content": " "}),
         json!({"type": "ByteFallback"}),
@@ -256,21 +263,23 @@ mod tests {
 
     #[test]
     fn pieces_become_merges_by_score() {
-        let (mut config, mut warnings) = (Map::new(), Vec::new());
         let metadata = spm(vec![0.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0]);
-        let found = tokenizer(&metadata, &mut config, &mut warnings).unwrap();
+        let found = tokenizer(&metadata).unwrap();
+        assert!(found.warnings.is_empty());
+        let found = found.tokenizer;
         assert_eq!(found["model"]["merges"], json!([["b", "c"], ["a", "b"], ["a", "bc"], ["ab", "c"]]));
         assert_eq!(found["model"]["unk_token"], "<unk>");
-        assert!(warnings.is_empty());
-        let found = tokenizer(&spm(vec![-1000.0; 7]), &mut config, &mut warnings).unwrap();
-        assert_eq!(found["model"]["merges"][0], json!(["a", "b"]));
-        assert!(warnings[0].contains("no scores of their own"));
+        let found = tokenizer(&spm(vec![-1000.0; 7])).unwrap();
+        assert_eq!(found.tokenizer["model"]["merges"][0], json!(["a", "b"]));
+        assert!(found.warnings[0].contains("no scores of their own"));
     }
 
     #[test]
     fn refusals() {
-        let told = |metadata: &Metadata| tokenizer(metadata, &mut Map::new(), &mut Vec::new()).unwrap_err().to_string();
-        assert!(told(&spm(vec![0.0])).contains("`tokenizer.ggml.scores` has 1 elements; `tokenizer.ggml.tokens` has 7"));
+        let told = |metadata: &Metadata| tokenizer(metadata).unwrap_err().to_string();
+        assert!(
+            told(&spm(vec![0.0])).contains("`tokenizer.ggml.scores` has 1 elements; `tokenizer.ggml.tokens` has 7")
+        );
         let mut metadata = spm(vec![0.0; 7]);
         metadata.set("tokenizer.ggml.bos_token_id", 7u32);
         assert!(told(&metadata).contains("is 7; the vocabulary has 7 tokens"));

@@ -137,9 +137,14 @@ mod tests {
 
     #[test]
     fn pieces_are_read() {
-        let bytes = [&[0x0a, 7, 0x0a, 5][..], b"<unk>", &[0x12, 0], &[0x0a, 10, 0x0a, 1, b'a', 0x15], &(-2.5f32).to_le_bytes(), &[
-            0x18, 6,
-        ]]
+        let bytes = [
+            &[0x0a, 7, 0x0a, 5][..],
+            b"<unk>",
+            &[0x12, 0],
+            &[0x0a, 10, 0x0a, 1, b'a', 0x15],
+            &(-2.5f32).to_le_bytes(),
+            &[0x18, 6],
+        ]
         .concat();
         let found = pieces(&bytes).unwrap_or_default();
         assert_eq!(found[0], Piece { text: "<unk>".into(), score: 0.0, kind: Kind::Normal });
@@ -150,7 +155,10 @@ mod tests {
     fn damage_is_named() {
         assert_eq!(pieces(&[]), Err(PieceError::Empty));
         assert_eq!(pieces(&[0x0a, 7, 0x0a]), Err(PieceError::Short(3)));
-        assert_eq!(pieces(&[0x0a, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]), Err(PieceError::Short(11)));
+        assert_eq!(
+            pieces(&[0x0a, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]),
+            Err(PieceError::Short(11))
+        );
         assert_eq!(pieces(&[0x0b]), Err(PieceError::Wire(0)));
         assert_eq!(pieces(&[0x0a, 3, 0x0a, 1, 0xff]), Err(PieceError::Text(0)));
         assert_eq!(pieces(&[0x0a, 2, 0x18, 9]), Err(PieceError::Kind { piece: 0, kind: 9 }));

@@ -157,7 +157,8 @@ impl Special {
             && !between.is_empty()
             && (sequence(a), sequence(b)) == (Some("A"), Some("B"))
         {
-            let separates = |step: &'a Json| special(step).is_some_and(|t| names.sep == Some(t) || names.eos == Some(t));
+            let separates =
+                |step: &'a Json| special(step).is_some_and(|t| names.sep == Some(t) || names.eos == Some(t));
             let add = separates(&between[0]) && last.is_none() || between.len() == 2 && separates(&between[1]);
             self.set_added("sep", add);
             if add {

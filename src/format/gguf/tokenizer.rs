@@ -158,7 +158,9 @@ fn write_pieces(metadata: &mut Metadata, vocabulary: Vocabulary) {
 /// Added tokens that are for control even where their files do not say so.
 fn looks_special(token: &str) -> bool {
     matches!(token, "<pad>" | "<mask>" | "<2mass>" | "[@BOS@]")
-        || [("<|", "|>"), ("<｜", "｜>"), ("<unused", ">")].iter().any(|(a, b)| token.starts_with(a) && token.ends_with(b))
+        || [("<|", "|>"), ("<｜", "｜>"), ("<unused", ">")]
+            .iter()
+            .any(|(a, b)| token.starts_with(a) && token.ends_with(b))
 }
 
 impl Files<'_> {
@@ -236,7 +238,10 @@ impl Files<'_> {
     /// `model.merges`, in both of its spellings.
     fn merges(&self) -> Result<Vec<(&str, &str)>, VocabularyError> {
         let list = self.tokenizer.pointer("/model/merges").and_then(Json::as_array);
-        list.into_iter().flatten().map(|merge| pair(merge).ok_or_else(|| self.invalid("a merge is no pair of tokens"))).collect()
+        list.into_iter()
+            .flatten()
+            .map(|merge| pair(merge).ok_or_else(|| self.invalid("a merge is no pair of tokens")))
+            .collect()
     }
 
     fn write_byte_level(
@@ -355,7 +360,12 @@ impl Files<'_> {
                 _ => Kind::UserDefined,
             };
             let content = token.content.to_owned();
-            vocabulary.set(token.id, if kind == Kind::UserDefined { content.replace(SPACE, " ") } else { content }, NEVER, kind);
+            vocabulary.set(
+                token.id,
+                if kind == Kind::UserDefined { content.replace(SPACE, " ") } else { content },
+                NEVER,
+                kind,
+            );
         }
         Ok(vocabulary)
     }
