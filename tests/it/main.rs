@@ -11,6 +11,7 @@ mod families;
 mod formats;
 mod golden_ggml;
 mod gguf_container;
+mod gguf_metadata;
 mod golden_gptq;
 mod hub;
 mod kernels;

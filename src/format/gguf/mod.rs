@@ -4,12 +4,21 @@
 //! (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>); where llama.cpp's loader is stricter than the
 //! description, so is this room, because a file that it refuses is of no use.
 
+mod card;
 pub mod file_type;
+mod fingerprints;
 pub mod imatrix;
+pub mod metadata;
 pub mod names;
 pub mod parse;
+pub mod pretokenizer;
 pub mod read;
+pub mod restore;
+pub mod restore_tokenizer;
 pub mod select;
+pub mod sentencepiece;
+mod special;
+pub mod tokenizer;
 pub mod value;
 pub mod write;
 

@@ -1,0 +1,387 @@
+//! A model's vocabulary as `tokenizer.ggml.*`: byte-level BPE from tokenizer.json, SentencePiece from
+//! tokenizer.model or from the tokenizer.json that was made of one.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use serde_json::Value as Json;
+use thiserror::Error;
+
+use super::pretokenizer::{self, PreTokenizerError};
+use super::sentencepiece::{self, Kind, PieceError};
+use super::special::Special;
+use super::value::Metadata;
+use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::model::tokenizer::token_text;
+
+/// The score of a token that text never merges into.
+const NEVER: f32 = -1000.0;
+/// The score of a row without a token.
+const PADDING: f32 = -10_000.0;
+/// The space of SentencePiece.
+pub(super) const SPACE: char = '\u{2581}';
+
+/// Why a tokenizer has no form in GGUF.
+#[derive(Debug, Error)]
+pub enum VocabularyError {
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    PreTokenizer(#[from] PreTokenizerError),
+    #[error("`{0}` has neither tokenizer.json nor tokenizer.model; copy them from the original model")]
+    Missing(PathBuf),
+    #[error("cannot read `{path}`: {why}")]
+    Invalid { path: PathBuf, why: String },
+    #[error(
+        "the tokenizer `{path}` is of type {found}, for which GGUF has no form here; byte-level BPE and BPE with byte \
+         fallback are written"
+    )]
+    Model { path: PathBuf, found: String },
+    #[error("`{path}` has token {id}, but the model has {rows} rows; the two do not belong together")]
+    Outside { path: PathBuf, id: u64, rows: usize },
+}
+
+/// Tokens by id.
+struct Vocabulary {
+    tokens: Vec<String>,
+    scores: Vec<f32>,
+    kinds: Vec<Kind>,
+}
+
+impl Vocabulary {
+    fn padded(rows: usize) -> Self {
+        Self {
+            tokens: (0..rows).map(|id| format!("[PAD{id}]")).collect(),
+            scores: vec![PADDING; rows],
+            kinds: vec![Kind::Unused; rows],
+        }
+    }
+
+    fn set(&mut self, id: usize, token: impl Into<String>, score: f32, kind: Kind) {
+        (self.tokens[id], self.scores[id], self.kinds[id]) = (token.into(), score, kind);
+    }
+
+    fn write(self, metadata: &mut Metadata, with_scores: bool) {
+        metadata.set("tokenizer.ggml.tokens", self.tokens);
+        if with_scores {
+            metadata.set("tokenizer.ggml.scores", self.scores);
+        }
+        metadata.set("tokenizer.ggml.token_type", self.kinds.iter().map(|kind| *kind as i32).collect::<Vec<i32>>());
+    }
+}
+
+/// A token that is found in text before anything else is done to it.
+struct Added<'a> {
+    id: usize,
+    content: &'a str,
+    special: bool,
+    normalized: bool,
+}
+
+/// What the files of a tokenizer say.
+struct Files<'a> {
+    checkpoint: &'a Checkpoint,
+    rows: usize,
+    path: PathBuf,
+    tokenizer: Json,
+    config: Json,
+}
+
+/// What differs between architectures.
+pub(super) struct Habits<'a> {
+    /// Rows of the embedding; every row gets a token.
+    pub rows: usize,
+    /// Gemma: text gets no space before it.
+    pub no_space_prefix: bool,
+    /// The arch `llama`, whose converter passes `add_prefix_space` on and knows vocabularies by their size.
+    pub llama: bool,
+    /// A pre-tokenizer named by the user.
+    pub pre: Option<&'a str>,
+}
+
+/// Writes `tokenizer.*`. Returns what the user should know.
+pub(super) fn write(
+    metadata: &mut Metadata,
+    checkpoint: &Checkpoint,
+    habits: &Habits,
+) -> Result<Vec<String>, VocabularyError> {
+    let path = checkpoint.dir().join("tokenizer.json");
+    let files = Files {
+        checkpoint,
+        rows: habits.rows,
+        tokenizer: checkpoint.side_json("tokenizer.json")?.unwrap_or_default(),
+        config: checkpoint.side_json("tokenizer_config.json")?.unwrap_or_default(),
+        path,
+    };
+    let mut special = Special::read(checkpoint, &files.tokenizer, habits.rows)?;
+    let add_prefix = files.config.get("add_prefix_space").and_then(Json::as_bool).filter(|_| habits.llama);
+    if let Some(add) = add_prefix {
+        metadata.set("tokenizer.ggml.add_space_prefix", add);
+    }
+    let mut warnings = Vec::new();
+    let mut space_prefix = None;
+    let model = checkpoint.dir().join("tokenizer.model");
+    if model.is_file() {
+        write_pieces(metadata, files.from_model(&model, &mut warnings)?);
+        space_prefix = habits.no_space_prefix.then_some(false);
+    } else if files.tokenizer.is_null() {
+        return Err(VocabularyError::Missing(checkpoint.dir().into()));
+    } else if files.is_sentencepiece()? {
+        write_pieces(metadata, files.from_json(&mut warnings)?);
+        space_prefix = Some(false).filter(|_| habits.no_space_prefix || !files.prepends_space());
+    } else {
+        files.write_byte_level(metadata, habits, &mut warnings)?;
+    }
+    if habits.llama && habits.rows == 49_152 {
+        // Granite's small models and SmolLM share this size and take no BOS.
+        special.overrule_added("bos", false);
+    }
+    special.write(metadata);
+    if habits.llama && habits.rows == 32_016 {
+        // CodeLlama names these tokens nowhere.
+        for (key, id) in [("prefix", 32_007u32), ("suffix", 32_008), ("middle", 32_009), ("eot", 32_010)] {
+            metadata.set(format!("tokenizer.ggml.{key}_token_id"), id);
+        }
+    }
+    if let Some(add) = space_prefix.filter(|_| add_prefix.is_none()) {
+        metadata.set("tokenizer.ggml.add_space_prefix", add);
+    }
+    Ok(warnings)
+}
+
+fn write_pieces(metadata: &mut Metadata, vocabulary: Vocabulary) {
+    metadata.set("tokenizer.ggml.model", "llama");
+    metadata.set("tokenizer.ggml.pre", "default");
+    vocabulary.write(metadata, true);
+}
+
+/// Added tokens that are for control even where their files do not say so.
+fn looks_special(token: &str) -> bool {
+    matches!(token, "<pad>" | "<mask>" | "<2mass>" | "[@BOS@]")
+        || [("<|", "|>"), ("<｜", "｜>"), ("<unused", ">")]
+            .iter()
+            .any(|(a, b)| token.starts_with(a) && token.ends_with(b))
+}
+
+impl Files<'_> {
+    fn invalid(&self, why: &str) -> VocabularyError {
+        VocabularyError::Invalid { path: self.path.clone(), why: why.into() }
+    }
+
+    /// Tokens of `model.vocab` with their ids.
+    fn vocab(&self) -> Result<impl Iterator<Item = (&str, usize)>, VocabularyError> {
+        let vocab = self.tokenizer.pointer("/model/vocab").and_then(Json::as_object);
+        let vocab = vocab.ok_or_else(|| self.invalid("it has no `model.vocab`"))?;
+        let id = |v: &Json| v.as_u64().ok_or_else(|| self.invalid("an id in `model.vocab` is no whole number"));
+        let pairs: Vec<(&str, u64)> =
+            vocab.iter().map(|(token, v)| Ok((token.as_str(), id(v)?))).collect::<Result<_, VocabularyError>>()?;
+        if let Some((_, id)) = pairs.iter().find(|(_, id)| *id >= self.rows as u64) {
+            return Err(VocabularyError::Outside { path: self.path.clone(), id: *id, rows: self.rows });
+        }
+        Ok(pairs.into_iter().map(|(token, id)| (token, id as usize)))
+    }
+
+    /// Added tokens; those without a row are passed over, as their texts are by the model.
+    fn added(&self, warnings: &mut Vec<String>) -> Vec<Added<'_>> {
+        let named = self.named();
+        let list = self.tokenizer.get("added_tokens").and_then(Json::as_array);
+        let flag = |token: &Json, key: &str| token.get(key).and_then(Json::as_bool).unwrap_or(false);
+        let mut added: Vec<Added> = list
+            .into_iter()
+            .flatten()
+            .filter_map(|token| {
+                let content = token.get("content").and_then(Json::as_str)?;
+                let special = flag(token, "special") || named.contains(&content);
+                let id = token.get("id").and_then(Json::as_u64)? as usize;
+                Some(Added { id, content, special, normalized: flag(token, "normalized") })
+            })
+            .collect();
+        if let Some(token) = added.iter().find(|token| token.id >= self.rows) {
+            warnings.push(format!(
+                "`{}` adds token {} (`{}`), for which the model has no row; it is left out",
+                self.path.display(),
+                token.id,
+                token.content
+            ));
+        }
+        added.retain(|token| token.id < self.rows);
+        added
+    }
+
+    /// Tokens that tokenizer_config.json gives a role.
+    fn named(&self) -> Vec<&str> {
+        const ROLES: [&str; 7] =
+            ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+        let lists = ["additional_special_tokens", "extra_special_tokens"];
+        let more = lists.iter().filter_map(|key| self.config.get(*key)?.as_array()).flatten();
+        let more = more.filter_map(|v| v.as_str().or_else(|| v.get("content")?.as_str()));
+        ROLES.iter().filter_map(|role| token_text(&self.config, role)).chain(more).collect()
+    }
+
+    /// Whether tokenizer.json was made of a SentencePiece model: BPE that falls back to bytes.
+    fn is_sentencepiece(&self) -> Result<bool, VocabularyError> {
+        let model = |key: &str| self.tokenizer.pointer(&format!("/model/{key}"));
+        let kind = model("type").and_then(Json::as_str).unwrap_or("of no stated type");
+        if kind != "BPE" {
+            return Err(VocabularyError::Model { path: self.path.clone(), found: kind.into() });
+        }
+        Ok(model("byte_fallback").and_then(Json::as_bool).unwrap_or(false))
+    }
+
+    fn prepends_space(&self) -> bool {
+        let finds = |value: Option<&Json>, wanted: &str| value.is_some_and(|v| v.to_string().contains(wanted));
+        let metaspace = self.tokenizer.get("pre_tokenizer");
+        finds(self.tokenizer.get("normalizer"), r#""type":"Prepend""#)
+            || finds(metaspace, r#""type":"Metaspace""#) && !finds(metaspace, r#""prepend_scheme":"never""#)
+    }
+
+    /// `model.merges`, in both of its spellings.
+    fn merges(&self) -> Result<Vec<(&str, &str)>, VocabularyError> {
+        let list = self.tokenizer.pointer("/model/merges").and_then(Json::as_array);
+        list.into_iter()
+            .flatten()
+            .map(|merge| pair(merge).ok_or_else(|| self.invalid("a merge is no pair of tokens")))
+            .collect()
+    }
+
+    fn write_byte_level(
+        &self,
+        metadata: &mut Metadata,
+        habits: &Habits,
+        warnings: &mut Vec<String>,
+    ) -> Result<(), VocabularyError> {
+        let text = self.checkpoint.side_text("tokenizer.json")?.unwrap_or_default();
+        let mut runs = text.parse::<tokenizers::Tokenizer>().map_err(|e| self.invalid(&e.to_string()))?;
+        runs.with_padding(None);
+        runs.with_truncation(None).map_err(|e| self.invalid(&e.to_string()))?;
+        let ids = |text: &str, special: bool| -> Result<Vec<u32>, VocabularyError> {
+            let encoding = runs.encode_fast(text, special).map_err(|e| self.invalid(&e.to_string()))?;
+            Ok(encoding.get_ids().to_vec())
+        };
+
+        let mut vocabulary = Vocabulary::padded(self.rows);
+        for (token, id) in self.vocab()? {
+            vocabulary.set(id, token, 0.0, Kind::Normal);
+        }
+        for token in self.added(warnings) {
+            // What text must hold for this token, after normalization.
+            let text = match token.normalized {
+                true => token.content.to_owned(),
+                false => runs.decode(&ids(token.content, false)?, false).map_err(|e| self.invalid(&e.to_string()))?,
+            };
+            if token.special || looks_special(&text) {
+                vocabulary.set(token.id, text, 0.0, Kind::Control);
+            } else {
+                vocabulary.set(token.id, text.replace(SPACE, " "), 0.0, Kind::UserDefined);
+            }
+        }
+        let decision = match habits.pre {
+            Some(name) => pretokenizer::named(name)?,
+            None => pretokenizer::decide(&self.tokenizer, &ids(pretokenizer::PROBE, true)?)?,
+        };
+        warnings.extend(decision.warning);
+        metadata.set("tokenizer.ggml.model", "gpt2");
+        metadata.set("tokenizer.ggml.pre", decision.name);
+        vocabulary.write(metadata, false);
+        // A space inside a token would end it.
+        let escaped = |part: &str| part.replace(' ', "Ġ");
+        let merges = self.merges()?.into_iter().map(|(a, b)| format!("{} {}", escaped(a), escaped(b)));
+        metadata.set("tokenizer.ggml.merges", merges.collect::<Vec<String>>());
+        Ok(())
+    }
+
+    /// The pieces of tokenizer.model, with the tokens that other files add or rename.
+    fn from_model(&self, path: &PathBuf, warnings: &mut Vec<String>) -> Result<Vocabulary, VocabularyError> {
+        let bytes = std::fs::read(path).map_err(|e| CheckpointError::Io { path: path.clone(), why: e.to_string() })?;
+        let invalid = |e: PieceError| VocabularyError::Invalid { path: path.clone(), why: e.to_string() };
+        let mut vocabulary = Vocabulary::padded(self.rows);
+        let pieces = sentencepiece::pieces(&bytes).map_err(invalid)?;
+        if pieces.len() > self.rows {
+            warnings.push(format!(
+                "`{}` has {} pieces, the model {} rows; the pieces beyond are left out",
+                path.display(),
+                pieces.len(),
+                self.rows
+            ));
+        }
+        for (id, piece) in pieces.into_iter().take(self.rows).enumerate() {
+            // llama.cpp's converter does not ask for user-defined pieces; the other files name them.
+            let kind = if piece.kind == Kind::UserDefined { Kind::Normal } else { piece.kind };
+            vocabulary.set(id, piece.text, piece.score, kind);
+        }
+        let added = self.checkpoint.side_json("added_tokens.json")?.unwrap_or_default();
+        for (token, id) in added.as_object().into_iter().flatten() {
+            if let Some(id) = id.as_u64().map(|id| id as usize).filter(|id| *id < self.rows) {
+                vocabulary.set(id, token.as_str(), NEVER, Kind::UserDefined);
+            }
+        }
+        let decoder = self.config.get("added_tokens_decoder").and_then(Json::as_object);
+        for (id, token) in decoder.into_iter().flatten() {
+            let id = id.parse().ok().filter(|id: &usize| *id < self.rows);
+            if let (Some(id), Some(content)) = (id, token.get("content").and_then(Json::as_str)) {
+                if token.get("special").and_then(Json::as_bool).unwrap_or(false) || looks_special(content) {
+                    vocabulary.set(id, content, NEVER, Kind::Control);
+                } else {
+                    vocabulary.set(id, content.replace(SPACE, " "), NEVER, Kind::UserDefined);
+                }
+            }
+        }
+        Ok(vocabulary)
+    }
+
+    /// A SentencePiece vocabulary back from tokenizer.json. Pieces are merged by their scores, so the scores must
+    /// order them as the merges do; llama.cpp's converter gives all of them the same one.
+    fn from_json(&self, warnings: &mut Vec<String>) -> Result<Vocabulary, VocabularyError> {
+        let merges = self.merges()?;
+        let mut ranks: HashMap<String, usize> = HashMap::with_capacity(merges.len());
+        for (rank, (a, b)) in merges.iter().enumerate() {
+            ranks.entry(format!("{a}{b}")).or_insert(rank);
+        }
+        let unknown = self.tokenizer.pointer("/model/unk_token").and_then(Json::as_str);
+        let mut vocabulary = Vocabulary::padded(self.rows);
+        let named = self.named();
+        for (token, id) in self.vocab()? {
+            let kind = match token {
+                _ if is_byte(token) => Kind::Byte,
+                _ if named.contains(&token) => Kind::Control,
+                _ if unknown == Some(token) => Kind::Unknown,
+                _ => Kind::Normal,
+            };
+            let score = match kind {
+                Kind::Normal => -(*ranks.get(token).unwrap_or(&merges.len()) as f32),
+                _ => 0.0,
+            };
+            vocabulary.set(id, token, score, kind);
+        }
+        for token in self.added(warnings) {
+            let kind = match vocabulary.kinds[token.id] {
+                Kind::Unknown => Kind::Unknown,
+                _ if token.special || looks_special(token.content) => Kind::Control,
+                _ => Kind::UserDefined,
+            };
+            let content = token.content.to_owned();
+            vocabulary.set(
+                token.id,
+                if kind == Kind::UserDefined { content.replace(SPACE, " ") } else { content },
+                NEVER,
+                kind,
+            );
+        }
+        Ok(vocabulary)
+    }
+}
+
+/// The two sides of a merge: `"a b"` or `["a", "b"]`.
+fn pair(merge: &Json) -> Option<(&str, &str)> {
+    match merge {
+        Json::String(text) => text.split_once(' '),
+        Json::Array(pair) => Some((pair.first()?.as_str()?, pair.get(1)?.as_str()?)),
+        _ => None,
+    }
+}
+
+/// `<0x0A>` and the like.
+pub(super) fn is_byte(token: &str) -> bool {
+    let digits = token.strip_prefix("<0x").and_then(|t| t.strip_suffix('>'));
+    digits.is_some_and(|d| d.len() == 2 && d.chars().all(|c| c.is_ascii_hexdigit()))
+}
