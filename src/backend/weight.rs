@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::num::bits;
+use crate::num::ggml::GgmlType;
 use crate::tensor::{Bytes, Dtype, widen};
 
 /// A matrix of `rows` output channels by `cols` input channels, in the form its file holds.
@@ -11,6 +12,7 @@ use crate::tensor::{Bytes, Dtype, widen};
 pub enum Weight {
     Dense(Dense),
     Gptq(Arc<Gptq>),
+    Ggml(Ggml),
 }
 
 /// Row-major floats.
@@ -38,11 +40,21 @@ pub struct Gptq {
     pub g_idx: Vec<u32>,
 }
 
+/// Rows of ggml blocks, as a GGUF file holds them.
+#[derive(Clone, Debug)]
+pub struct Ggml {
+    pub rows: usize,
+    pub cols: usize,
+    pub kind: GgmlType,
+    pub bytes: Bytes,
+}
+
 impl Weight {
     pub fn rows(&self) -> usize {
         match self {
             Weight::Dense(w) => w.rows,
             Weight::Gptq(w) => w.rows,
+            Weight::Ggml(w) => w.rows,
         }
     }
 
@@ -50,6 +62,7 @@ impl Weight {
         match self {
             Weight::Dense(w) => w.cols,
             Weight::Gptq(w) => w.cols,
+            Weight::Ggml(w) => w.cols,
         }
     }
 
@@ -61,6 +74,10 @@ impl Weight {
                 widen(w.dtype, &w.bytes[rows.start * row..rows.end * row], out);
             }
             Weight::Gptq(w) => w.panel(rows, out),
+            Weight::Ggml(w) => {
+                let row = w.kind.row_bytes(w.cols);
+                w.kind.decode(&w.bytes[rows.start * row..rows.end * row], out);
+            }
         }
     }
 

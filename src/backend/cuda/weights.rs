@@ -17,6 +17,7 @@ use super::super::Done;
 use super::super::weight::{Dense, Gptq, Weight};
 use super::device::{Buffer, Device};
 use crate::num::bits;
+use crate::num::ggml::GgmlType;
 use crate::tensor::{Dtype, widened};
 
 /// Input columns that kernels take at once; rows are padded to a multiple.
@@ -42,6 +43,8 @@ pub enum DeviceMatrix {
         stride: usize,
     },
     Quant(Quant),
+    /// ggml blocks as in the file.
+    Ggml { kind: GgmlType, blocks: Buffer },
 }
 
 /// Integers in units of [`UNIT`] input columns, each group whole units.
@@ -85,6 +88,7 @@ impl Stored {
         let bytes = match &weight {
             Weight::Dense(w) => (w.rows * w.cols.next_multiple_of(UNIT) * w.dtype.size()) as u64,
             Weight::Gptq(w) => (w.qweight.len() * 4 + w.scales.len() * 5) as u64,
+            Weight::Ggml(w) => w.bytes.len() as u64,
         };
         total.fetch_add(bytes, Ordering::Relaxed);
         Self { weight, slots: (0..devices).map(|_| Slot::default()).collect(), bytes, total: total.clone() }
@@ -176,6 +180,7 @@ impl Loader {
         match weight {
             Weight::Dense(w) => self.bring_dense(w),
             Weight::Gptq(w) => Ok(DeviceMatrix::Quant(self.bring_quant(w)?)),
+            Weight::Ggml(w) => Ok(DeviceMatrix::Ggml { kind: w.kind, blocks: self.copy(&w.bytes)? }),
         }
     }
 
