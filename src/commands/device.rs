@@ -10,34 +10,51 @@ use crate::backend::{Backend, DeviceError};
 use crate::cli::args::DeviceArg;
 use crate::cli::print::Printer;
 
-/// Opens the device that was asked for; `options` for the case that it is a CUDA device. By default all CUDA
-/// devices are taken, and the CPU where there is none that can be used.
+/// Opens the devices that were asked for; `options` for the case that they are CUDA devices. By default all CUDA
+/// devices that can be used are taken, and the CPU where there is none.
 pub fn backend(device: &DeviceArg, options: CudaOptions, printer: Printer) -> Result<Arc<dyn Backend>> {
+    open(device, usize::MAX, options, printer)
+}
+
+/// The first of them: for one sequence at a time, which others cannot help.
+pub fn one(device: &DeviceArg, options: CudaOptions, printer: Printer) -> Result<Arc<dyn Backend>> {
+    open(device, 1, options, printer)
+}
+
+fn open(device: &DeviceArg, most: usize, options: CudaOptions, printer: Printer) -> Result<Arc<dyn Backend>> {
     let all = |why: String| DeviceError { device: "cuda".into(), why };
-    let devices = match device {
+    let mut devices = match device {
         DeviceArg::Cpu => return Ok(Arc::new(Cpu)),
         DeviceArg::Cuda(ordinals) => ordinals.clone(),
         DeviceArg::AllCuda => (0..cuda::count().map_err(all)?).collect(),
-        DeviceArg::Auto => match cuda::count() {
-            Ok(count) if count > 0 => (0..count).collect(),
-            Ok(_) => return Ok(Arc::new(Cpu)),
-            Err(why) => {
-                if cuda::installed() {
-                    printer.warn(format!("computing on the CPU: {why}"));
-                }
-                return Ok(Arc::new(Cpu));
-            }
-        },
+        DeviceArg::Auto => usable(&options, printer),
     };
-    match Cuda::open(CudaOptions { devices, ..options }) {
-        Ok(cuda) => {
-            printer.note(format!("device: {}", cuda.device()));
-            Ok(Arc::new(cuda))
-        }
-        Err(error) if *device == DeviceArg::Auto => {
-            printer.warn(format!("computing on the CPU: {error}"));
-            Ok(Arc::new(Cpu))
-        }
-        Err(error) => Err(error.into()),
+    if devices.is_empty() && *device == DeviceArg::Auto {
+        return Ok(Arc::new(Cpu));
     }
+    devices.truncate(most);
+    let cuda = Cuda::open(CudaOptions { devices, ..options })?;
+    printer.note(format!("device: {}", cuda.device()));
+    Ok(Arc::new(cuda))
+}
+
+/// The CUDA devices that open; why others do not is told.
+fn usable(options: &CudaOptions, printer: Printer) -> Vec<usize> {
+    let count = match cuda::count() {
+        Ok(count) => count,
+        Err(why) => {
+            if cuda::installed() {
+                printer.warn(format!("computing on the CPU: {why}"));
+            }
+            return Vec::new();
+        }
+    };
+    let opens = |ordinal: &usize| match Cuda::open(CudaOptions { devices: vec![*ordinal], ..options.clone() }) {
+        Ok(_) => true,
+        Err(error) => {
+            printer.warn(format!("not used: {error}"));
+            false
+        }
+    };
+    (0..count).filter(opens).collect()
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use serde_json::json;
 
-use super::device::backend;
+use super::device::one;
 use super::open::{locate, open};
 use crate::backend::cuda::{CudaOptions, Precision};
 use crate::cli::args::GenerateArgs;
@@ -41,7 +41,7 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     let located = locate(&args.model, printer)?;
     // Prompts go in as serving engines take them.
     let options = CudaOptions { precision: Precision::Single, graphs: !args.no_cuda_graph, ..CudaOptions::default() };
-    let runnable = open(&located.dir, backend(&args.model.device, options, printer)?, printer)?;
+    let runnable = open(&located.dir, one(&args.model.device, options, printer)?, printer)?;
     let (model, tokenizer) = (&runnable.model, runnable.tokenizer()?);
     if args.chat {
         let template = ChatTemplate::load(model.checkpoint())?.context("--chat: the model has no chat template")?;

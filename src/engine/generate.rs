@@ -119,7 +119,9 @@ impl<'a> Session<'a> {
         if !first && step.recorded.is_none() && backend.begin_recording()? {
             let logits = pass(self.model, step.batch.clone(), &mut self.caches);
             let recording = backend.end_recording();
-            step.recorded = Some((recording?, logits?));
+            // Why a pass failed says more than that its recording was broken off.
+            let logits = logits?;
+            step.recorded = Some((recording?, logits));
         }
         match &mut step.recorded {
             Some((recording, logits)) => {

@@ -307,3 +307,4 @@ EMU_API int cuMemPoolGetAttribute(void*, int, void* value) {
     return SUCCESS;
 }
 EMU_API int cuMemPoolTrimTo(void*, size_t) { return SUCCESS; }
+EMU_API int cuMemPoolSetAccess(void*, const void*, size_t) { return SUCCESS; }

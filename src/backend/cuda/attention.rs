@@ -1,11 +1,14 @@
 //! Attention over fresh rows and over paged caches.
 
+use std::sync::Arc;
+
 use super::super::tensor::Tensor;
 use super::super::{AttentionShape, Done, KvCache, Span};
 use super::batch::{Keys, OnDevice};
 use super::cache::{CacheType, Pages};
-use super::device::{Buffer, Device, Launch};
+use super::device::{Device, Launch};
 use super::floats;
+use super::memory::Buffer;
 
 /// Head dimensions that kernels are made for; others are filled up to the next.
 const SIZES: [usize; 3] = [64, 128, 256];
@@ -93,6 +96,9 @@ fn over_cache(
 ) -> Done<()> {
     let device = &batch.device;
     let Some(cache) = tables_of(device, caches, spans.len())? else { return Ok(()) };
+    if !Arc::ptr_eq(device, &cache.pool.device) {
+        return Err(device.failed(format!("a cache on {}; sequences stay on one device", cache.pool.device.name)));
+    }
     let kernels = match cache.pool.kind {
         CacheType::F16 => OVER_F16,
         CacheType::Fp8 => OVER_FP8,

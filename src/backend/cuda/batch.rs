@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::super::{Done, Span};
-use super::device::{Buffer, Device};
+use super::device::Device;
+use super::memory::Buffer;
 
 /// Queries that one block of the prefill kernels takes.
 pub const QUERIES: usize = 64;

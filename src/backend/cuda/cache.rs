@@ -3,7 +3,8 @@
 use std::sync::{Arc, Mutex};
 
 use super::super::{CacheShape, Done, KvCache};
-use super::device::{Buffer, Device};
+use super::device::Device;
+use super::memory::Buffer;
 
 /// Tokens a page holds.
 pub const PAGE: usize = 16;

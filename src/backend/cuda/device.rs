@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use bytemuck::Pod;
 use cudarc::cublas::CudaBlas;
@@ -11,7 +11,8 @@ use cudarc::driver::sys::{CUdeviceptr, CUfunction, CUresult};
 use cudarc::driver::{CudaContext, CudaStream};
 
 use super::super::{DeviceError, Done};
-use super::graph::{GraphMemory, Recorder};
+use super::graph::Recorder;
+use super::memory::{self, Buffer, Origin};
 use super::modules::Modules;
 
 /// Devices older than this lack the tensor-core instructions of the kernels.
@@ -109,6 +110,10 @@ impl Device {
             );
             return Err(DeviceError { device: label, why });
         }
+        if !context.has_async_alloc() {
+            return Err(DeviceError { device: label, why: "its driver offers no memory pools".into() });
+        }
+        memory::keep_freed(&context).map_err(fail)?;
         let stream = context.new_stream().map_err(fail)?;
         let copies = context.new_stream().map_err(fail)?;
         // SAFETY: asks the dynamic loader whether the library is there; nothing is called in it.
@@ -147,9 +152,10 @@ impl Device {
         self.context.bind_to_thread().map_err(|e| self.error(e))
     }
 
-    /// Bytes free and in all.
-    pub fn memory(&self) -> Done<(usize, usize)> {
-        self.context.mem_get_info().map_err(|e| self.error(e))
+    /// Bytes that can still be allocated.
+    pub fn free_memory(&self) -> Done<usize> {
+        let (free, _) = self.context.mem_get_info().map_err(|e| self.error(e))?;
+        Ok(free + memory::kept(&self.context))
     }
 
     /// Waits for all work so far; errors of kernels come to light here.
@@ -166,24 +172,42 @@ impl Device {
         if let Some(recorder) = &mut *self.recorder() {
             return recorder.alloc(self, bytes);
         }
-        self.bind()?;
-        // SAFETY: the stream belongs to the context that is current; nobody reads the memory before it is written.
-        let pointer = unsafe { result::malloc_async(self.stream.cu_stream(), bytes.max(4)) };
-        Ok(Buffer::new(self.clone(), self.allocated(pointer, bytes)?, bytes, Origin::Main))
+        let pointer = self.take(&self.stream, bytes)?;
+        Ok(Buffer::new(self.clone(), pointer, bytes, Origin::Main))
     }
 
     /// Memory that the stream of copies fills first.
     pub fn alloc_for_copies(self: &Arc<Self>, bytes: usize) -> Done<Buffer> {
-        self.bind()?;
-        // SAFETY: as in `alloc`.
-        let pointer = unsafe { result::malloc_async(self.copies.cu_stream(), bytes.max(4)) };
-        Ok(Buffer::new(self.clone(), self.allocated(pointer, bytes)?, bytes, Origin::Copies))
+        let pointer = self.take(&self.copies, bytes)?;
+        Ok(Buffer::new(self.clone(), pointer, bytes, Origin::Copies(OnceLock::new())))
     }
 
-    /// Turns an allocation that failed into what the user can do about it.
-    pub(super) fn allocated(&self, pointer: Result<CUdeviceptr, DriverError>, bytes: usize) -> Done<CUdeviceptr> {
-        pointer.map_err(|error| match (error.0, self.memory()) {
-            (CUresult::CUDA_ERROR_OUT_OF_MEMORY, Ok((free, total))) => self.failed(format!(
+    /// Memory of the pool, first used on `stream`.
+    fn take(&self, stream: &CudaStream, bytes: usize) -> Done<CUdeviceptr> {
+        self.allocated(bytes, || {
+            // SAFETY: the stream belongs to the context that is current; nobody reads the memory before it is written.
+            unsafe { result::malloc_async(stream.cu_stream(), bytes.max(4)) }
+        })
+    }
+
+    /// Allocates; when that fails for want of memory, once more without what the pool keeps. What is wanting is told
+    /// with what the user can do about it.
+    pub(super) fn allocated(
+        &self,
+        bytes: usize,
+        allocate: impl Fn() -> Result<CUdeviceptr, DriverError>,
+    ) -> Done<CUdeviceptr> {
+        self.bind()?;
+        let short = |e: &DriverError| e.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        let mut pointer = allocate();
+        if pointer.as_ref().is_err_and(short) && self.recorder().is_none() {
+            // What was freed is free once the work before is done.
+            let _ = self.synchronize();
+            memory::trim(&self.context);
+            pointer = allocate();
+        }
+        pointer.map_err(|error| match self.context.mem_get_info() {
+            Ok((free, total)) if short(&error) => self.failed(format!(
                 "out of memory: {} more are needed, {} of {} are free; fewer --nsamples, a shorter --seqlen or --window, or another device may fit",
                 megabytes(bytes),
                 megabytes(free),
@@ -410,86 +434,6 @@ impl Launch<'_> {
             )
         }
         .map_err(|e| device.failed(format!("kernel `{}`: {}", self.kernel, words(&e))))
-    }
-}
-
-/// Device memory, freed in stream order when the last owner goes.
-#[derive(Clone)]
-pub struct Buffer(Arc<Memory>);
-
-struct Memory {
-    device: Arc<Device>,
-    pointer: CUdeviceptr,
-    bytes: usize,
-    origin: Origin,
-}
-
-/// Where memory came from, and so where it goes.
-pub(super) enum Origin {
-    Main,
-    /// First used by the stream of copies.
-    Copies,
-    Graph(Arc<GraphMemory>),
-}
-
-impl Buffer {
-    pub(super) fn new(device: Arc<Device>, pointer: CUdeviceptr, bytes: usize, origin: Origin) -> Self {
-        Self(Arc::new(Memory { device, pointer, bytes, origin }))
-    }
-
-    pub fn pointer(&self) -> CUdeviceptr {
-        self.0.pointer
-    }
-
-    pub fn bytes(&self) -> usize {
-        self.0.bytes
-    }
-
-    pub fn device(&self) -> &Arc<Device> {
-        &self.0.device
-    }
-
-    pub(super) fn is_of_graph(&self) -> bool {
-        matches!(self.0.origin, Origin::Graph(_))
-    }
-
-    /// Whether nobody else holds it, so that it may be written in place.
-    pub fn is_unique(&self) -> bool {
-        Arc::strong_count(&self.0) == 1
-    }
-}
-
-impl std::fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} bytes on {}", self.bytes(), self.0.device.name)
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        let device = &self.device;
-        if let Origin::Graph(graph) = &self.origin {
-            graph.give_back(self.pointer, self.bytes);
-            return;
-        }
-        if let Some(recorder) = &mut *device.recorder() {
-            // Freeing may not become part of the graph.
-            recorder.free_later(self.pointer);
-            return;
-        }
-        if device.bind().is_err() {
-            return;
-        }
-        let mut stream = &device.stream;
-        if matches!(self.origin, Origin::Copies) {
-            // Neither a copy into it nor a kernel on it may be under way.
-            stream = &device.copies;
-            if stream.join(&device.stream).is_err() {
-                return;
-            }
-        }
-        // SAFETY: allocated by `alloc` or `alloc_for_copies`, freed once, after everything enqueued so far.
-        let _ = unsafe { result::free_async(self.pointer, stream.cu_stream()) };
     }
 }
 

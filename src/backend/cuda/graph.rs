@@ -7,7 +7,8 @@ use cudarc::driver::result;
 use cudarc::driver::sys::{CUdeviceptr, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUstreamCaptureMode};
 
 use super::super::Done;
-use super::device::{Buffer, Device, Origin};
+use super::device::Device;
+use super::memory::{Buffer, Origin};
 
 /// Memory of a graph: taken while it is recorded, reused inside it, freed with it.
 pub struct GraphMemory {
@@ -50,9 +51,8 @@ impl Recorder {
         let pointer = match free.iter().position(|(_, size)| *size == bytes) {
             Some(at) => free.swap_remove(at).0,
             None => {
-                device.bind()?;
                 // SAFETY: the context is current. Not stream-ordered, which would make it part of the graph.
-                let pointer = device.allocated(unsafe { result::malloc_sync(bytes.max(4)) }, bytes)?;
+                let pointer = device.allocated(bytes, || unsafe { result::malloc_sync(bytes.max(4)) })?;
                 self.memory.taken.lock().unwrap_or_else(|e| e.into_inner()).push(pointer);
                 pointer
             }

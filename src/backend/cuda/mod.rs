@@ -6,6 +6,7 @@ pub mod cache;
 mod device;
 pub mod graph;
 mod linear;
+mod memory;
 mod modules;
 pub mod solver;
 pub mod weights;
@@ -15,7 +16,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use batch::OnDevice;
 use cache::CacheType;
-pub use device::{Buffer, Device, count, installed};
+pub use device::{Device, count, installed};
+pub use memory::Buffer;
 use weights::{DeviceMatrix, Loader, Plane, Stored};
 
 use super::solver::Solver;
@@ -94,11 +96,16 @@ impl Cuda {
                 return Err(fail(format!("there is no device {ordinal}; there are {known}")));
             }
             let device = Device::open(ordinal, slot, options.cublas)?;
-            room = room.min(device.memory()?.0 as u64 / 2);
+            room = room.min(device.free_memory()? as u64 / 2);
             loaders.push(Loader::new(device));
         }
         if loaders.is_empty() {
             return Err(fail("no device is named".into()));
+        }
+        // Sums and activations of the others are fetched by the first, and rarely the other way round.
+        for other in &loaders[1..] {
+            memory::share(other.device(), loaders[0].device());
+            memory::share(loaders[0].device(), other.device());
         }
         let room = options.weight_bytes.unwrap_or(room);
         Ok(Self { loaders, options, weights: Arc::default(), room, batches: AtomicUsize::new(0) })
@@ -168,7 +175,8 @@ impl Backend for Cuda {
         let mut kinds: Vec<&str> = self.loaders.iter().map(|l| l.device().model.as_str()).collect();
         kinds.sort_unstable();
         kinds.dedup();
-        kinds.join(", ")
+        let library = self.loaders.iter().any(|l| l.device().blas.is_some());
+        format!("{}{}", kinds.join(", "), if library { ", cuBLAS" } else { "" })
     }
 
     fn devices(&self) -> usize {
@@ -176,7 +184,7 @@ impl Backend for Cuda {
     }
 
     fn free_memory(&self) -> Option<u64> {
-        self.loaders.iter().map(|l| l.device().memory().ok().map(|(free, _)| free as u64)).min()?
+        self.loaders.iter().map(|l| l.device().free_memory().ok().map(|free| free as u64)).min()?
     }
 
     fn solver(&self) -> Option<&dyn Solver> {

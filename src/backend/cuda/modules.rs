@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
 use cudarc::driver::result::module;
 use cudarc::driver::sys::{CUfunction, CUmodule};
@@ -43,8 +43,10 @@ unsafe impl Send for Loaded {}
 impl Modules {
     /// The function of `kernel`; its file is loaded if it has not been. The device is current.
     pub fn function(&self, device: &Device, kernel: &'static str) -> Done<CUfunction> {
-        let found = FILES.iter().find(|(_, ptx)| entries(ptx).any(|entry| entry == kernel));
-        let Some((file, ptx)) = found else {
+        static INDEX: OnceLock<HashMap<&str, &(&str, &str)>> = OnceLock::new();
+        let index = INDEX
+            .get_or_init(|| FILES.iter().flat_map(|file| entries(file.1).map(move |entry| (entry, file))).collect());
+        let Some((file, ptx)) = index.get(kernel) else {
             return Err(device.failed(format!("there is no kernel `{kernel}`")));
         };
         let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());

@@ -15,7 +15,8 @@ use half::bf16;
 
 use super::super::Done;
 use super::super::weight::{Dense, Gptq, Weight};
-use super::device::{Buffer, Device};
+use super::device::Device;
+use super::memory::Buffer;
 use crate::num::bits;
 use crate::num::ggml::GgmlType;
 use crate::tensor::{Dtype, widened};
@@ -63,18 +64,31 @@ pub struct Quant {
     pub gather: Option<Buffer>,
 }
 
+impl DeviceMatrix {
+    fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        let all = match self {
+            DeviceMatrix::Dense { high, low, .. } => [Some(high), low.as_ref(), None, None],
+            DeviceMatrix::Quant(q) => [Some(&q.q), Some(&q.scales), Some(&q.zeros), q.gather.as_ref()],
+        };
+        all.into_iter().flatten()
+    }
+}
+
 /// A stored weight with its copies on the devices.
 pub struct Stored {
     pub weight: Weight,
-    slots: Vec<Slot>,
+    slots: Vec<Mutex<Slot>>,
     bytes: u64,
     /// Bytes of all weights of the backend.
     total: Arc<AtomicU64>,
 }
 
+/// A weight's copy on one device.
 #[derive(Default)]
 struct Slot {
-    matrix: Mutex<Option<Arc<DeviceMatrix>>>,
+    matrix: Option<Arc<DeviceMatrix>>,
+    /// It will be used soon: what was released meanwhile is not brought in ahead.
+    wanted: bool,
 }
 
 impl std::fmt::Debug for Stored {
@@ -91,16 +105,16 @@ impl Stored {
             Weight::Ggml(w) => w.bytes.len() as u64,
         };
         total.fetch_add(bytes, Ordering::Relaxed);
-        Self { weight, slots: (0..devices).map(|_| Slot::default()).collect(), bytes, total: total.clone() }
+        Self { weight, slots: (0..devices).map(|_| Mutex::default()).collect(), bytes, total: total.clone() }
     }
 
-    fn slot(&self, device: &Device) -> MutexGuard<'_, Option<Arc<DeviceMatrix>>> {
-        self.slots[device.slot].matrix.lock().unwrap_or_else(|e| e.into_inner())
+    fn slot(&self, device: &Device) -> MutexGuard<'_, Slot> {
+        self.slots[device.slot].lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// Gives up the copy on `device`.
     pub fn release(&self, device: &Device) {
-        self.slot(device).take();
+        *self.slot(device) = Slot::default();
     }
 }
 
@@ -138,7 +152,7 @@ impl Loader {
 
     /// The weight on this device; brought in if it is not there. The main stream may use it.
     pub fn get(&self, stored: &Stored) -> Done<Arc<DeviceMatrix>> {
-        let matrix = self.fetch(stored)?;
+        let matrix = self.fetch(&mut stored.slot(&self.device), &stored.weight)?;
         if self.unseen.swap(false, Ordering::AcqRel) {
             self.device.stream.join(&self.device.copies).map_err(|e| self.device.error(e))?;
         }
@@ -154,25 +168,31 @@ impl Loader {
             std::thread::spawn(move || {
                 while let Ok(stored) = receiver.recv() {
                     let Some(loader) = loader.upgrade() else { break };
-                    // What fails here fails again, and is told, where the weight is used.
-                    let _ = loader.fetch(&stored);
+                    let mut slot = stored.slot(&loader.device);
+                    if slot.wanted {
+                        // What fails here fails again, and is told, where the weight is used.
+                        let _ = loader.fetch(&mut slot, &stored.weight);
+                    }
                 }
             });
             sender
         });
         for stored in matrices {
+            stored.slot(&self.device).wanted = true;
             let _ = sender.send(stored);
         }
     }
 
-    fn fetch(&self, stored: &Stored) -> Done<Arc<DeviceMatrix>> {
-        let mut slot = stored.slot(&self.device);
-        if let Some(matrix) = &*slot {
+    fn fetch(&self, slot: &mut Slot, weight: &Weight) -> Done<Arc<DeviceMatrix>> {
+        if let Some(matrix) = &slot.matrix {
             return Ok(matrix.clone());
         }
-        let matrix = Arc::new(self.bring(&stored.weight)?);
+        let matrix = Arc::new(self.bring(weight)?);
+        let filled = self.device.copies.record_event(None).map_err(|e| self.device.error(e))?;
+        let filled = Arc::new(filled);
+        matrix.buffers().for_each(|buffer| buffer.filled_at(&filled));
         self.unseen.store(true, Ordering::Release);
-        *slot = Some(matrix.clone());
+        slot.matrix = Some(matrix.clone());
         Ok(matrix)
     }
 

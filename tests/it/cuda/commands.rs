@@ -81,6 +81,12 @@ fn text_is_written_on_the_device() {
     let on = |more: &[&str]| run(&scene, &[&args[..], more].concat(), true, &[]).ok().stdout;
     assert_eq!(on(&["--device", "cuda:0"]), host);
     assert_eq!(on(&["--no-cuda-graph"]), host);
+    if !emulator::on_gpu() {
+        // A sequence stays on one device, however many there are.
+        let two = [("QUANTKIT_EMULATOR_DEVICES", "2")];
+        let ran = run(&scene, &args, true, &two).ok();
+        assert_eq!(ran.stdout, host);
+    }
 }
 
 #[test]
