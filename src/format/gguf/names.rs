@@ -101,12 +101,8 @@ impl Architecture {
 
     /// The family it is read as.
     pub fn family(&self) -> Result<&'static Family, NameError> {
-        let known = FAMILIES.iter().find(|family| self.model_types.first() == Some(&family.model_type));
-        known.ok_or_else(|| Self::unknown_family(self.model_types))
-    }
-
-    fn unknown_family(model_types: &[&'static str]) -> NameError {
-        NameError::Family(model_types.first().copied().unwrap_or("unknown"))
+        let first = self.model_types[0];
+        FAMILIES.iter().find(|family| family.model_type == first).ok_or(NameError::Family(first))
     }
 
     /// Modules of a block, those of both kinds of norms included.
@@ -368,6 +364,8 @@ mod tests {
         // The first fast frequency that is not left alone, and the first that is stretched in full.
         assert_eq!(values.iter().position(|v| *v != 1.0), Some(29));
         assert_eq!(values.iter().position(|v| *v == 8.0), Some(35));
-        assert!(values.windows(2).all(|pair| pair[0] <= pair[1]), "{values:?}");
+        // What the converter's expressions give in PyTorch 2.15, bit for bit.
+        let between = [0x3f9a8ed5, 0x3fc6d64a, 0x4001af1d, 0x402c732e, 0x406bcace, 0x40a83c06];
+        assert_eq!(values[29..35].iter().map(|v| v.to_bits()).collect::<Vec<_>>(), between);
     }
 }

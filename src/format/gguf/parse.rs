@@ -212,8 +212,11 @@ impl<'a> Cursor<'a> {
         let count = self.count(&what(), count.into(), size)?;
         if id == 8 {
             let what = what();
-            let texts = (0..count).map(|_| self.text(&what).map(|text| Text::from(text.to_vec())));
-            return texts.collect::<Result<_, _>>().map(Array::Text);
+            let mut texts = Vec::with_capacity(count);
+            for _ in 0..count {
+                texts.push(Text::from(self.text(&what)?.to_vec()));
+            }
+            return Ok(Array::Text(texts));
         }
         let bytes = self.take(count * size as usize, what)?;
         Ok(match id {
@@ -248,7 +251,7 @@ impl<'a> Cursor<'a> {
         let shape: Vec<usize> =
             extents.iter().rev().map(|&e| usize::try_from(e).ok()).collect::<Option<_>>().ok_or_else(wrong)?;
         let cols = shape.last().copied().unwrap_or(1);
-        if cols % kind.block() != 0 {
+        if !cols.is_multiple_of(kind.block()) {
             return Err(Problem::Blocks { tensor: name.into(), cols, kind });
         }
         // An extent of 0 must not hide that the others are too large.

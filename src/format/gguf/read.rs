@@ -139,7 +139,7 @@ impl GgufFile {
             let parsed = parse_part_name(&name);
             if split.no != 0 {
                 let first = parsed.map(|(prefix, _, count)| path.with_file_name(part_name(prefix, 1, count)));
-                return Err(fail(Problem::NotFirst { number: split.no + 1, first }));
+                return Err(fail(Problem::NotFirst { number: split.no.saturating_add(1), first }));
             }
             if split.count > 1 {
                 let (prefix, _, count) = parsed
@@ -221,9 +221,9 @@ fn further_part(path: &Path, number: u64, count: u64) -> Result<Part, ReadError>
     let fail = |problem| ReadError { path: path.into(), problem };
     let split = part.split().map_err(|e| fail(e.into()))?.unwrap_or(Split { no: 0, count: 1, tensors: None });
     // Some writers leave the count out of further parts.
-    let right = split.no + 1 == number && (split.count == count || part.metadata.get(SPLIT_COUNT).is_none());
+    let right = split.no == number - 1 && (split.count == count || part.metadata.get(SPLIT_COUNT).is_none());
     if !right {
-        let (found, found_count) = (split.no + 1, split.count);
+        let (found, found_count) = (split.no.saturating_add(1), split.count);
         return Err(fail(Problem::PartNumber { found, found_count, wanted: number, count }));
     }
     Ok(part)
@@ -244,12 +244,11 @@ struct Split {
 
 impl Part {
     fn split(&self) -> Result<Option<Split>, MetadataError> {
-        let no: Option<u16> = self.metadata.read::<u32>(SPLIT_NO)?.map(|no| no.min(u16::MAX.into()) as u16);
-        let count: Option<u32> = self.metadata.read(SPLIT_COUNT)?;
+        let (no, count) = (self.metadata.read(SPLIT_NO)?, self.metadata.read(SPLIT_COUNT)?);
         if no.is_none() && count.is_none() {
             return Ok(None);
         }
         let tensors = self.metadata.read(SPLIT_TENSORS)?;
-        Ok(Some(Split { no: no.unwrap_or(0).into(), count: count.unwrap_or(1).into(), tensors }))
+        Ok(Some(Split { no: no.unwrap_or(0), count: count.unwrap_or(1), tensors }))
     }
 }

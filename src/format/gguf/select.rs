@@ -143,23 +143,36 @@ pub fn select(
     Ok(choices)
 }
 
+fn is_embedding(name: &str) -> bool {
+    name == "token_embd.weight" || name == "per_layer_token_embd.weight"
+}
+
+/// The type that the user gave a tensor.
 fn asked(name: &str, tied: bool, options: &Options) -> Option<GgmlType> {
-    let special = match name {
-        "output.weight" => options.output,
-        "token_embd.weight" => options.token_embedding.or(options.output.filter(|_| tied)),
+    let by_pattern = options.tensors.iter().find(|(pattern, _)| pattern.is_match(name)).map(|(_, kind)| *kind);
+    let output = if name == "output.weight" { options.output } else { None };
+    let embedding = match name {
+        "token_embd.weight" => options.token_embedding,
+        // A table of its own, which a pattern may single out.
+        _ if is_embedding(name) => by_pattern.or(options.token_embedding),
         _ => None,
     };
-    special.or_else(|| options.tensors.iter().find(|(pattern, _)| pattern.is_match(name)).map(|(_, kind)| *kind))
+    let shared = options.output.filter(|_| tied && is_embedding(name) && !options.pure);
+    output.or(embedding).or(by_pattern).or(shared)
 }
 
 /// Parts of names of small or delicate matrices that stay as they are.
-const KEPT: [&str; 24] = [
+const KEPT: &[&str] = &[
     "_norm.weight",
     "ffn_gate_inp.weight",
-    "position_embd",
-    "token_types",
+    "ffn_gate_tid2eid.weight",
+    "altup",
+    "laurel",
+    "per_layer_model_proj",
     "ssm_conv1d",
     "shortconv.conv.weight",
+    "indexer.k_proj.weight",
+    "indexer.q_proj.weight",
     "time_mix_first.weight",
     "time_mix_w0.weight",
     "time_mix_w1.weight",
@@ -176,20 +189,27 @@ const KEPT: [&str; 24] = [
     "time_mix_decay_w2.weight",
     "time_mix_lerp_fused.weight",
     "attn_rel_b.weight",
-    "altup",
-    "laurel",
+    ".position_embd",
+    "sam.pos_embd",
+    "sam.neck.",
+    "sam.net_",
+    ".rel_pos",
+    ".patch_embd",
+    ".patch_merger",
+    "a.rvq.codebook",
+    "mm.a.code_embd",
 ];
 
 /// Whether a tensor is quantized at all.
 pub fn is_quantized(name: &str, shape: &[usize]) -> bool {
-    let matrix = shape.len() >= 2;
-    let kept = KEPT.iter().any(|part| name.contains(part)) || name.contains("per_layer_model_proj");
-    matrix && name.ends_with("weight") && !kept
+    let positions = name == "position_embd.weight" || name == "token_types.weight";
+    let kept = positions || KEPT.iter().any(|part| name.contains(part));
+    shape.len() >= 2 && name.ends_with("weight") && !kept
 }
 
 /// The type itself, or where its blocks do not fill rows of `cols` values the one that takes its place.
 pub fn fitting(kind: GgmlType, cols: usize) -> GgmlType {
-    if cols % kind.block() == 0 {
+    if cols.is_multiple_of(kind.block()) {
         return kind;
     }
     let other = match kind {
@@ -200,11 +220,11 @@ pub fn fitting(kind: GgmlType, cols: usize) -> GgmlType {
         Q6_K => Q8_0,
         _ => F16,
     };
-    if cols % other.block() == 0 { other } else { F16 }
+    if cols.is_multiple_of(other.block()) { other } else { F16 }
 }
 
 fn needs_importance(name: &str, kind: GgmlType, file_type: FileType) -> bool {
-    if name == "token_embd.weight" || name == "per_layer_token_embd.weight" || name == "output.weight" {
+    if is_embedding(name) || name == "output.weight" {
         return false;
     }
     match kind {
@@ -243,7 +263,7 @@ struct Rules<'a> {
 
 impl Rules<'_> {
     fn choose(&mut self, name: &str, shape: &[usize]) -> GgmlType {
-        let embedding = name == "token_embd.weight" || name == "per_layer_token_embd.weight";
+        let embedding = is_embedding(name);
         if name == "output.weight" || (self.tied && embedding) {
             return self.output(shape);
         }

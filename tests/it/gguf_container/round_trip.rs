@@ -88,7 +88,7 @@ pub fn check_with_gguf_rs(path: &Path, keys: usize) {
         let path = path.to_str().unwrap();
         gguf_rs::get_gguf_container_array_size(path, u64::MAX).unwrap().decode().unwrap()
     };
-    let theirs = catch_unwind(AssertUnwindSafe(read)).expect("gguf-rs reads the file");
+    let theirs = catch_unwind(AssertUnwindSafe(read)).unwrap();
     let part = quantkit::format::gguf::parse::parse(std::fs::read(path).unwrap().into()).unwrap();
     assert_eq!(theirs.get_version(), "v3");
     let mut ours: Vec<&str> = part.metadata.iter().map(|(key, _)| key).collect();

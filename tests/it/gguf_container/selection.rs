@@ -154,6 +154,9 @@ fn smollm2() -> (Shapes, ModelFacts) {
 /// The layers of 30 that get more bits.
 const MORE: [usize; 14] = [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29];
 
+/// Layers with the first type; the rest have the second.
+type Layers = (Vec<usize>, GgmlType, GgmlType);
+
 /// Rows of 576 are no multiples of 256, so nearly everything falls back.
 #[test]
 fn smollm2_as_llama_quantize_made_it() {
@@ -162,7 +165,7 @@ fn smollm2_as_llama_quantize_made_it() {
     let more = MORE.to_vec();
     // q, k, gate, up; then v, output and down: layers with the first type, and the type of the rest.
     let none = || vec![];
-    let table: Vec<(FileType, GgmlType, (Vec<usize>, GgmlType, GgmlType), GgmlType, (Vec<usize>, GgmlType, GgmlType))> = vec![
+    let table: Vec<(FileType, GgmlType, Layers, GgmlType, Layers)> = vec![
         (FileType::Q8_0, Q8_0, (none(), Q8_0, Q8_0), Q8_0, (none(), Q8_0, Q8_0)),
         (FileType::Q4_0, Q4_0, (none(), Q4_0, Q4_0), Q4_0, (none(), Q4_0, Q4_0)),
         (FileType::Q4_1, Q4_1, (none(), Q4_1, Q4_1), Q4_1, (none(), Q4_1, Q4_1)),
@@ -190,7 +193,7 @@ fn smollm2_as_llama_quantize_made_it() {
                 continue;
             };
             let layer: usize = choice.name.split('.').nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
-            let of = |(layers, here, rest): &(Vec<usize>, GgmlType, GgmlType)| {
+            let of = |(layers, here, rest): &Layers| {
                 if layers.contains(&layer) { *here } else { *rest }
             };
             let wanted = match choice.name.split('.').nth(2) {
