@@ -271,7 +271,7 @@ fn write_attention(writer: &mut Writer, arch: &Architecture, config: &ModelConfi
     if let Some(window) = windows.iter().flatten().next() {
         writer.number("attention.sliding_window", *window);
         let pattern = window_pattern(arch.name);
-        let implied = |i: usize| pattern > 0 && (i + 1) % pattern != 0;
+        let implied = |i: usize| pattern > 0 && !(i + 1).is_multiple_of(pattern);
         if pattern == 0 {
             warnings.push(format!(
                 "attention is limited to windows of {window} tokens, which llama.cpp does not do for this architecture: \

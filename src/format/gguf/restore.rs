@@ -10,6 +10,9 @@ use super::pretokenizer::PreTokenizerError;
 use super::restore_tokenizer;
 use super::value::{Metadata, MetadataError, Value};
 
+/// More than any model has.
+const MAX_LAYERS: usize = 10_000;
+
 /// Why a GGUF file is no checkpoint that can be read.
 #[derive(Debug, Error)]
 pub enum RestoreError {
@@ -151,6 +154,10 @@ fn config(metadata: &Metadata, tensors: Tensors) -> Result<Map<String, Json>, Re
     let arch = Architecture::parse(metadata.need("general.architecture")?)?;
     let keys = Keys { metadata, arch: arch.name };
     let layers = keys.need("block_count")?;
+    if layers > MAX_LAYERS {
+        let wanted = "no known model has that many".into();
+        return Err(RestoreError::Range { key: keys.name("block_count"), found: layers.to_string(), wanted });
+    }
     let window = keys.size("attention.sliding_window")?;
     // Only Mistral's attention is windowed among those that are stored as `llama`.
     let (model_type, class) = match (arch.name, window) {
@@ -206,7 +213,7 @@ fn attention(
         _ => Some(keys.size("attention.sliding_window_pattern")?.unwrap_or(window_pattern(keys.arch))),
     };
     let windowed: Vec<bool> = match period {
-        Some(period) => (0..layers).map(|i| period == 0 || (i + 1) % period != 0).collect(),
+        Some(period) => (0..layers).map(|i| period == 0 || !(i + 1).is_multiple_of(period)).collect(),
         None => {
             let name = keys.name("attention.sliding_window_pattern");
             let flags = keys.metadata.read::<&[bool]>(&name);
@@ -275,8 +282,10 @@ fn rope(
     let factor = keys.number("rope.scaling.factor")?.unwrap_or(1.0);
     let mut scaling = Map::new();
     match keys.metadata.read::<&str>(&keys.name("rope.scaling.type"))? {
-        None | Some("none") => {}
-        Some("linear") => {
+        None if factor == 1.0 => {}
+        Some("none") => {}
+        // llama.cpp scales linearly where the type is not said.
+        None | Some("linear") => {
             scaling.insert("rope_type".into(), "linear".into());
             scaling.insert("factor".into(), shortest(factor));
         }
@@ -402,6 +411,63 @@ mod tests {
             }
         }
         assert!(matches!(fit(&[1.0, 3.0, 2.0, 5.0], 10_000.0, 8192), Err(RestoreError::RopeFreqs { .. })));
+    }
+
+    fn small() -> Metadata {
+        let mut metadata = Metadata::new();
+        metadata.set("general.architecture", "gemma3");
+        for (key, value) in [
+            ("block_count", 2u32),
+            ("context_length", 64),
+            ("embedding_length", 32),
+            ("feed_forward_length", 64),
+            ("attention.head_count", 2),
+            ("vocab_size", 9),
+        ] {
+            metadata.set(format!("gemma3.{key}"), value);
+        }
+        metadata.set("gemma3.attention.layer_norm_rms_epsilon", 1e-6f32);
+        metadata
+    }
+
+    fn made(metadata: &Metadata) -> Result<Files, RestoreError> {
+        files(metadata, Tensors { has: &|_| false, rope_freqs: None })
+    }
+
+    #[test]
+    fn what_a_file_leaves_out_is_as_in_llama_cpp() {
+        let mut metadata = small();
+        metadata.set("gemma3.rope.scaling.factor", 8.0f32);
+        let files = made(&metadata).unwrap();
+        assert!(files.tokenizer.is_none());
+        assert_eq!(files.config["rope_scaling"], json!({"rope_type": "linear", "factor": 8.0}));
+        assert_eq!(files.config["query_pre_attn_scalar"], 16);
+        assert_eq!((&files.config["head_dim"], &files.config["num_key_value_heads"]), (&json!(16), &json!(2)));
+        assert_eq!(files.config["tie_word_embeddings"], true);
+    }
+
+    #[test]
+    fn absurd_sizes_are_refused() {
+        for (key, value, told) in [
+            ("block_count", Value::U32(1 << 23), "no known model has that many"),
+            ("block_count", Value::U32(0), "a positive whole number is needed"),
+            ("embedding_length", Value::I32(-1), "the i32 -1"),
+            ("feed_forward_length", vec![64u32, 32].into(), "layers of different sizes are not read"),
+            ("attention.sliding_window_pattern", vec![true].into(), "1 flags; one for each of 2 layers is needed"),
+            ("rope.scaling.type", "longrope".into(), "rope scaling of type `longrope` is not read"),
+        ] {
+            let mut metadata = small();
+            metadata.set(format!("gemma3.{key}"), value);
+            let message = made(&metadata).unwrap_err().to_string();
+            assert!(message.contains(told), "{key}: {message}");
+        }
+        let mut metadata = small();
+        metadata.set("general.architecture", "rwkv");
+        assert!(made(&metadata).unwrap_err().to_string().contains("`rwkv` is not read; read are llama"));
+        for values in [vec![], vec![f32::NAN; 4], vec![f32::INFINITY, 1.0], vec![0.0, -1.0]] {
+            let found = files(&small(), Tensors { has: &|_| false, rope_freqs: Some(&values) });
+            assert_eq!(found.is_ok(), values.is_empty(), "{values:?}");
+        }
     }
 
     #[test]

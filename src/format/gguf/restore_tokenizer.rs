@@ -10,6 +10,9 @@ use super::sentencepiece::Kind;
 use super::tokenizer::{SPACE, is_byte};
 use super::value::Metadata;
 
+/// Bytes of the longest piece that is cut in two; the longest in use have some hundred.
+const LONGEST: usize = 1024;
+
 /// A vocabulary as a file has it.
 struct Vocabulary<'a> {
     tokens: Vec<&'a str>,
@@ -233,7 +236,7 @@ fn merges(vocabulary: &Vocabulary, scores: Option<&[f32]>, warnings: &mut Vec<St
     }
     let rank = |id: usize| varied.map_or(-(id as f64), |scores| f64::from(scores[id]));
     let mut cuts: Vec<(f64, usize, usize, &str, &str)> = Vec::new();
-    for (id, token) in &normal {
+    for (id, token) in normal.iter().filter(|(_, token)| token.len() <= LONGEST) {
         for (at, _) in token.char_indices().skip(1) {
             let (left, right) = token.split_at(at);
             if let (Some(a), Some(b)) = (ids.get(left), ids.get(right)) {

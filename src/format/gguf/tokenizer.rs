@@ -2,7 +2,7 @@
 //! tokenizer.model or from the tokenizer.json that was made of one.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 use thiserror::Error;
@@ -122,12 +122,12 @@ pub(super) fn write(
     let mut space_prefix = None;
     let model = checkpoint.dir().join("tokenizer.model");
     if model.is_file() {
-        write_pieces(metadata, files.from_model(&model, &mut warnings)?);
+        write_pieces(metadata, files.read_model(&model, &mut warnings)?);
         space_prefix = habits.no_space_prefix.then_some(false);
     } else if files.tokenizer.is_null() {
         return Err(VocabularyError::Missing(checkpoint.dir().into()));
     } else if files.is_sentencepiece()? {
-        write_pieces(metadata, files.from_json(&mut warnings)?);
+        write_pieces(metadata, files.read_merged(&mut warnings)?);
         space_prefix = Some(false).filter(|_| habits.no_space_prefix || !files.prepends_space());
     } else {
         files.write_byte_level(metadata, habits, &mut warnings)?;
@@ -291,9 +291,9 @@ impl Files<'_> {
     }
 
     /// The pieces of tokenizer.model, with the tokens that other files add or rename.
-    fn from_model(&self, path: &PathBuf, warnings: &mut Vec<String>) -> Result<Vocabulary, VocabularyError> {
-        let bytes = std::fs::read(path).map_err(|e| CheckpointError::Io { path: path.clone(), why: e.to_string() })?;
-        let invalid = |e: PieceError| VocabularyError::Invalid { path: path.clone(), why: e.to_string() };
+    fn read_model(&self, path: &Path, warnings: &mut Vec<String>) -> Result<Vocabulary, VocabularyError> {
+        let bytes = std::fs::read(path).map_err(|e| CheckpointError::Io { path: path.into(), why: e.to_string() })?;
+        let invalid = |e: PieceError| VocabularyError::Invalid { path: path.into(), why: e.to_string() };
         let mut vocabulary = Vocabulary::padded(self.rows);
         let pieces = sentencepiece::pieces(&bytes).map_err(invalid)?;
         if pieces.len() > self.rows {
@@ -331,7 +331,7 @@ impl Files<'_> {
 
     /// A SentencePiece vocabulary back from tokenizer.json. Pieces are merged by their scores, so the scores must
     /// order them as the merges do; llama.cpp's converter gives all of them the same one.
-    fn from_json(&self, warnings: &mut Vec<String>) -> Result<Vocabulary, VocabularyError> {
+    fn read_merged(&self, warnings: &mut Vec<String>) -> Result<Vocabulary, VocabularyError> {
         let merges = self.merges()?;
         let mut ranks: HashMap<String, usize> = HashMap::with_capacity(merges.len());
         for (rank, (a, b)) in merges.iter().enumerate() {
