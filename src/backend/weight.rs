@@ -75,7 +75,7 @@ impl Weight {
             }
             Weight::Gptq(w) => w.panel(rows, out),
             Weight::Ggml(w) => {
-                let row = w.kind.row_bytes(w.cols);
+                let row = w.bytes.len() / w.rows;
                 w.kind.decode(&w.bytes[rows.start * row..rows.end * row], out);
             }
         }

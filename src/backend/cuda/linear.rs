@@ -91,6 +91,9 @@ pub fn linear(
             dense(x, &weight, bias, precision, &out)?;
         }
         DeviceMatrix::Quant(weight) => quant(x, weight, bias, precision, &out)?,
+        DeviceMatrix::Ggml { kind, .. } => {
+            return Err(x.buffer().device().failed(format!("no kernel multiplies {} weights", kind.name())));
+        }
     }
     Ok(out)
 }

@@ -68,6 +68,7 @@ impl DeviceMatrix {
     fn buffers(&self) -> impl Iterator<Item = &Buffer> {
         let all = match self {
             DeviceMatrix::Dense { high, low, .. } => [Some(high), low.as_ref(), None, None],
+            DeviceMatrix::Ggml { blocks, .. } => [Some(blocks), None, None, None],
             DeviceMatrix::Quant(q) => [Some(&q.q), Some(&q.scales), Some(&q.zeros), q.gather.as_ref()],
         };
         all.into_iter().flatten()
