@@ -275,3 +275,25 @@ extern "C" __global__ void split_bf16(const float* __restrict__ x, uint16_t* __r
                                       uint32_t padded) {
     split<Bf16>(x, reinterpret_cast<uint32_t*>(hi), reinterpret_cast<uint32_t*>(lo), gather, rows, cols, padded);
 }
+
+// ---- Statistics
+
+// The sum of squares of each column, in f64: eight rows side by side, then their sums in order.
+// Launch: grid exactly ceil(cols / 32), block 256, no dynamic shared memory.
+extern "C" __global__ void column_squares(const float* __restrict__ x, double* __restrict__ sums, uint32_t rows,
+                                          uint32_t cols) {
+    __shared__ double parts[8][32];
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = blockIdx.x * 32 + lane;
+    double sum = 0.0;
+    if (col < cols) {
+        for (uint64_t row = warp; row < rows; row += 8) {
+            const double value = x[row * cols + col];
+            sum += value * value;
+        }
+    }
+    parts[warp][lane] = sum;
+    __syncthreads();
+    if (warp != 0 || col >= cols) return;
+    for (int i = 1; i < 8; ++i) sum += parts[i][lane];
+    sums[col] = sum;
+}

@@ -20,6 +20,8 @@ pub enum Dtype {
     U8,
     I8,
     Bool,
+    /// Bytes of blocks, not elements: only the source of the weight can read them.
+    Blocks,
 }
 
 impl Dtype {
@@ -29,7 +31,7 @@ impl Dtype {
             Dtype::I64 => 8,
             Dtype::F32 | Dtype::I32 => 4,
             Dtype::F16 | Dtype::BF16 => 2,
-            Dtype::U8 | Dtype::I8 | Dtype::Bool => 1,
+            Dtype::U8 | Dtype::I8 | Dtype::Bool | Dtype::Blocks => 1,
         }
     }
 
@@ -44,6 +46,7 @@ impl Dtype {
             Dtype::U8 => "U8",
             Dtype::I8 => "I8",
             Dtype::Bool => "BOOL",
+            Dtype::Blocks => "blocks",
         }
     }
 

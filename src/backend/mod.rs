@@ -301,6 +301,9 @@ pub trait Backend: Send + Sync {
     /// The diagonal of X'X.
     fn diagonal(&self, gram: &Gram) -> Done<Vec<f64>>;
 
+    /// The sum of squares of each channel.
+    fn squares(&self, x: &Tensor) -> Done<Vec<f64>>;
+
     /// Zero sums for inputs of `n` channels.
     fn drift(&self, n: usize) -> Done<Drift>;
 

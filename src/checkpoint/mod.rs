@@ -38,6 +38,8 @@ pub struct Checkpoint {
     config: Value,
     tensors: BTreeMap<String, Entry>,
     files: Vec<Arc<str>>,
+    /// Side files that are not on disk: those that a GGUF file says in its own way.
+    made: BTreeMap<String, String>,
 }
 
 impl Checkpoint {
@@ -65,7 +67,18 @@ impl Checkpoint {
                 _ => return Err(CheckpointError::IndexedTensorMissing { tensor: name.clone(), path: dir.join(file) }),
             }
         }
-        Ok(Self { dir, config, tensors, files })
+        Ok(Self { dir, config, tensors, files, made: BTreeMap::new() })
+    }
+
+    /// What another format holds, seen as a model folder: `files` lie in `dir`, `made` are side files by name.
+    pub fn assembled(
+        dir: PathBuf,
+        config: Value,
+        tensors: BTreeMap<String, Entry>,
+        files: Vec<Arc<str>>,
+        made: BTreeMap<String, String>,
+    ) -> Self {
+        Self { dir, config, tensors, files, made }
     }
 
     /// The folder (for a hub cache, the snapshot inside it).
@@ -121,7 +134,13 @@ impl Checkpoint {
 
     /// A side file as text, if it is there.
     pub fn side_text(&self, name: &str) -> Result<Option<String>, CheckpointError> {
+        if let Some(text) = self.made.get(name) {
+            return Ok(Some(text.clone()));
+        }
         let path = self.dir.join(name);
+        if self.is_assembled() {
+            return Ok(None);
+        }
         match std::fs::read_to_string(&path) {
             Ok(text) => Ok(Some(text)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -132,13 +151,21 @@ impl Checkpoint {
     /// A side file as JSON, if it is there.
     pub fn side_json(&self, name: &str) -> Result<Option<Value>, CheckpointError> {
         let path = self.dir.join(name);
-        if path.exists() { read_json(&path).map(Some) } else { Ok(None) }
+        match self.side_text(name)? {
+            Some(text) => parse_json(&path, &text).map(Some),
+            None => Ok(None),
+        }
     }
 
     /// Files beside the weights that belong to the model: tokenizer, generation config, chat template,
     /// processors, modelling code, cards. Sorted; other weight formats and hidden files are left out.
     pub fn side_files(&self) -> Result<Vec<String>, CheckpointError> {
-        index::side_files(&self.dir)
+        if self.is_assembled() { Ok(self.made.keys().cloned().collect()) } else { index::side_files(&self.dir) }
+    }
+
+    /// Whether side files are made, not on disk.
+    pub fn is_assembled(&self) -> bool {
+        !self.made.is_empty()
     }
 
     /// Every weight that holds NaN or infinity, with how many.
@@ -152,7 +179,11 @@ fn read_json(path: &Path) -> Result<Value, CheckpointError> {
         std::io::ErrorKind::NotFound => CheckpointError::NoFile(path.into()),
         _ => CheckpointError::Io { path: path.into(), why: e.to_string() },
     })?;
-    serde_json::from_str(&text).map_err(|e| CheckpointError::Json { path: path.into(), why: e.to_string() })
+    parse_json(path, &text)
+}
+
+fn parse_json(path: &Path, text: &str) -> Result<Value, CheckpointError> {
+    serde_json::from_str(text).map_err(|e| CheckpointError::Json { path: path.into(), why: e.to_string() })
 }
 
 /// Maps a file into memory, read-only.

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::evaluate::windows::Convention;
+use crate::format::gguf::file_type::FileType;
 use crate::model::tokenizer::BosMode;
+use crate::num::ggml::GgmlType;
 use crate::quantize::grid::Grid;
 use crate::quantize::order::Order;
 
@@ -38,6 +40,12 @@ pub enum Command {
     Gptq(GptqArgs),
     /// Quantize by rounding to nearest: the control method
     Rtn(RtnArgs),
+    /// Write a GGUF file in any of llama.cpp's types, from a checkpoint, an artifact or another GGUF file
+    Gguf(GgufArgs),
+    /// Gather what the weights' inputs look like: importance for `gguf --imatrix` and llama.cpp
+    Imatrix(ImatrixArgs),
+    /// Make a Hugging Face folder of a GGUF file
+    Convert(ConvertArgs),
     /// Measure a model or an artifact
     #[command(subcommand)]
     Eval(EvalCommand),
@@ -244,6 +252,108 @@ pub struct RtnArgs {
     pub output: OutputArgs,
 }
 
+#[derive(Debug, Args)]
+pub struct GgufArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Type of the file, such as Q4_K_M, Q6_K, IQ4_XS, Q8_0, F16
+    #[arg(long = "type", default_value = "Q4_K_M", value_name = "TYPE", value_parser = parse_file_type)]
+    pub kind: FileType,
+    /// File to write [default: named after model and type, in the current folder]
+    #[arg(long, short, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Importance of the input channels: a file of `imatrix` or llama.cpp, or `auto` to gather it now
+    #[arg(long, value_name = "FILE|auto")]
+    pub imatrix: Option<String>,
+    /// Text for `--imatrix auto` [default: built-in]
+    #[arg(long, value_name = "FILE", requires = "imatrix")]
+    pub calib: Option<PathBuf>,
+    /// Windows of that text at most [default: all]
+    #[arg(long, requires = "imatrix", value_parser = parse_count)]
+    pub chunks: Option<usize>,
+    /// Type of tensors whose names the pattern is found in: `REGEX=TYPE`; the first match wins
+    #[arg(long = "tensor-type", value_name = "REGEX=TYPE")]
+    pub tensor_types: Vec<String>,
+    /// Type of the output head
+    #[arg(long, value_name = "TYPE", value_parser = parse_ggml_type)]
+    pub output_tensor_type: Option<GgmlType>,
+    /// Type of the embedding
+    #[arg(long, value_name = "TYPE", value_parser = parse_ggml_type)]
+    pub token_embedding_type: Option<GgmlType>,
+    /// Leave the output head as it is
+    #[arg(long)]
+    pub leave_output_tensor: bool,
+    /// One type for all tensors, no mixture
+    #[arg(long)]
+    pub pure: bool,
+    /// Stop where a tensor's rows are no multiples of its type's blocks, instead of taking another type
+    #[arg(long)]
+    pub no_fallback: bool,
+    /// Several files of at most this size: a number of bytes, or one with M or G
+    #[arg(long, value_name = "SIZE")]
+    pub split_max_size: Option<String>,
+    /// Name of the pre-tokenizer, where tokenizer.json does not tell
+    #[arg(long, value_name = "NAME")]
+    pub pre: Option<String>,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ImatrixArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// File to write [default: named after the model, in the current folder]
+    #[arg(long, short, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Form of the file
+    #[arg(long, value_enum, default_value_t = ImatrixForm::Gguf)]
+    pub format: ImatrixForm,
+    /// Calibration text: .txt, or .jsonl with `text` or chat `messages` [default: built-in]
+    #[arg(long, value_name = "FILE")]
+    pub calib: Option<PathBuf>,
+    /// Windows of 512 tokens at most [default: all of the text]
+    #[arg(long, value_parser = parse_count)]
+    pub chunks: Option<usize>,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ImatrixForm {
+    /// What llama.cpp writes now
+    Gguf,
+    /// What it wrote before
+    Dat,
+}
+
+#[derive(Debug, Args)]
+pub struct ConvertArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Folder to write [default: named after the file, in the current folder]
+    #[arg(long, short, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Number type of the weights
+    #[arg(long, value_enum, default_value_t = FloatArg::F16)]
+    pub dtype: FloatArg,
+    /// Largest size of one weight file, in MB
+    #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    pub max_shard_size: u64,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FloatArg {
+    F32,
+    F16,
+    Bf16,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum GridArg {
     /// The largest weight of a group decides
@@ -352,6 +462,15 @@ pub struct ListArgs {
     /// One JSON object on stdout, nothing else
     #[arg(long)]
     pub json: bool,
+}
+
+fn parse_file_type(text: &str) -> Result<FileType, String> {
+    let known = || FileType::all().map(FileType::name).collect::<Vec<_>>().join(", ");
+    FileType::parse(text).ok_or_else(|| format!("known are {}", known()))
+}
+
+fn parse_ggml_type(text: &str) -> Result<GgmlType, String> {
+    GgmlType::parse(text).ok_or_else(|| format!("known are {}", GgmlType::ALL.map(GgmlType::name).join(", ")))
 }
 
 fn parse_device(text: &str) -> Result<DeviceArg, String> {

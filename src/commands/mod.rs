@@ -3,6 +3,7 @@
 mod device;
 mod eval_ppl;
 mod generate;
+mod gguf;
 mod list;
 mod open;
 mod quantize;
@@ -20,6 +21,9 @@ pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Gptq(args) => quantize::gptq(&args, printer(args.output.json)),
         Command::Rtn(args) => quantize::rtn(&args, printer(args.output.json)),
+        Command::Gguf(args) => gguf::run(&args, printer(args.json)),
+        Command::Imatrix(args) => gguf::imatrix(&args, printer(args.json)),
+        Command::Convert(args) => gguf::convert(&args, printer(args.json)),
         Command::Eval(EvalCommand::Ppl(args)) => eval_ppl::run(&args, printer(args.json)),
         Command::Generate(args) => generate::run(&args, printer(args.json)),
         Command::List(args) => list::run(printer(args.json)),

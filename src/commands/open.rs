@@ -76,8 +76,11 @@ pub fn locate(args: &ModelArgs, printer: Printer) -> Result<Located> {
         let name = spec.rsplit('/').next().unwrap_or(spec).to_string();
         return Ok(Located { dir, name, _unpacked: None });
     }
-    warn_of_revision(args, &format!("the folder `{spec}`"), printer);
-    let name = path.canonicalize().ok().and_then(|p| p.file_name().map(|n| n.to_string_lossy().into_owned()));
+    warn_of_revision(args, &format!("`{spec}` on this machine"), printer);
+    let name = path.canonicalize().ok().and_then(|p| {
+        let name = if p.is_file() { p.file_stem() } else { p.file_name() };
+        name.map(|n| n.to_string_lossy().into_owned())
+    });
     Ok(Located { dir: path.into(), name: name.unwrap_or_else(|| "model".into()), _unpacked: None })
 }
 
@@ -110,10 +113,9 @@ impl Runnable {
     }
 }
 
-/// Opens a folder whatever form its weights have.
+/// Opens a folder or a GGUF file, whatever form its weights have.
 pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
-    let checkpoint = Checkpoint::open(dir)?;
-    let opened = format::open(checkpoint)?;
+    let opened = if dir.is_file() { format::open_file(dir)? } else { format::open(Checkpoint::open(dir)?)? };
     for warning in &opened.warnings {
         printer.warn(warning);
     }

@@ -8,7 +8,7 @@ pub mod gptq;
 pub mod manifest;
 pub mod safetensors;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use thiserror::Error;
@@ -47,6 +47,8 @@ pub struct Opened {
 pub enum FormatError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Gguf(#[from] gguf::source::GgufError),
     #[error("`{dir}` is quantized by `{method}`, which is not read; readable are: {known}")]
     Method { dir: PathBuf, method: String, known: String },
     #[error("the quantization config in `{path}` is not valid: {why}")]
@@ -68,6 +70,13 @@ pub fn open(checkpoint: Checkpoint) -> Result<Opened, FormatError> {
             known: readable().collect::<Vec<_>>().join(", "),
         }),
     }
+}
+
+/// Opens a model that is one file: GGUF.
+pub fn open_file(path: &Path) -> Result<Opened, FormatError> {
+    let source = gguf::source::GgufSource::open(path)?;
+    let warnings = source.warnings().to_vec();
+    Ok(Opened { method: source.is_quantized().then_some("gguf"), source: Box::new(source), warnings })
 }
 
 /// Indented JSON with a closing newline, as model folders hold it.

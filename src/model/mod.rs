@@ -56,12 +56,8 @@ impl Model {
             name.starts_with(start).then_some(&entry.shape[..])
         };
         let config = ModelConfig::parse(source.checkpoint().config(), shape_of)?;
-        let embedding = backend.load(source::dense(
-            source.checkpoint(),
-            &format!("{}embed_tokens", config.prefix),
-            config.vocab,
-            config.hidden,
-        )?)?;
+        let table = source.linear(&format!("{}embed_tokens", config.prefix), config.vocab, config.hidden)?;
+        let embedding = backend.load(table)?;
         let head = match config.tied {
             true => embedding.clone(),
             false => backend.load(source.linear(head_path(config.prefix), config.vocab, config.hidden)?)?,
@@ -79,6 +75,23 @@ impl Model {
 
     pub fn checkpoint(&self) -> &Checkpoint {
         self.source.checkpoint()
+    }
+
+    /// Where the matrices come from.
+    pub fn source(&self) -> &dyn WeightSource {
+        &*self.source
+    }
+
+    /// The matrices beside the blocks, with their rows: the embedding, and an output head that is stored, even where
+    /// the model is tied.
+    pub fn tables(&self) -> Vec<(String, usize)> {
+        let embedding = format!("{}embed_tokens", self.config.prefix);
+        let head = head_path(self.config.prefix).to_string();
+        let stored = self.checkpoint().tensors().range(head.clone()..).next();
+        let own = stored.is_some_and(|(name, _)| name.strip_prefix(&*head).is_some_and(|rest| rest.starts_with('.')));
+        let mut tables = vec![(embedding, self.config.vocab)];
+        tables.extend((own || !self.config.tied).then(|| (head, self.config.vocab)));
+        tables
     }
 
     /// Whether the language model reads this tensor; the rest of a checkpoint is only passed on.

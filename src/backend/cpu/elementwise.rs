@@ -99,6 +99,22 @@ pub fn argmax(row: &[f32]) -> Option<u32> {
     best.0
 }
 
+/// The sum of squares of each column, in the order of the rows.
+pub fn squares(x: &[f32], cols: usize) -> Vec<f64> {
+    let mut sums = vec![0.0f64; cols];
+    let tile = 512;
+    sums.par_chunks_mut(tile).enumerate().for_each(|(i, sums)| {
+        vectorized(|| {
+            for row in x.chunks_exact(cols) {
+                for (sum, x) in sums.iter_mut().zip(&row[i * tile..]) {
+                    *sum += f64::from(*x) * f64::from(*x);
+                }
+            }
+        });
+    });
+    sums
+}
+
 /// Rotary embedding in place; the first `2 * table.half` channels of each head turn.
 pub fn rope(x: &mut Tensor, spans: &[Span], head_dim: usize, table: &RopeTable) {
     let positions: Vec<usize> = spans.iter().flat_map(|s| s.start..s.start + s.rows).collect();

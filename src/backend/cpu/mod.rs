@@ -177,6 +177,10 @@ impl Backend for Cpu {
         Ok((0..gram.n).map(|i| lower[i * gram.n + i]).collect())
     }
 
+    fn squares(&self, x: &Tensor) -> Done<Vec<f64>> {
+        Ok(elementwise::squares(x.as_host(), x.cols))
+    }
+
     fn drift(&self, n: usize) -> Done<Drift> {
         Ok(Drift::host(n, vec![0.0; n * n], 0))
     }

@@ -368,6 +368,14 @@ impl Backend for Cuda {
         solver::diagonal(gram.lower.buffer(), gram.n)
     }
 
+    fn squares(&self, x: &Tensor) -> Done<Vec<f64>> {
+        let device = x.buffer().device();
+        let out = device.alloc(x.cols * 8)?;
+        let launch = device.launch("column_squares", [x.cols.div_ceil(32), 1, 1], BLOCK).buffer(x.buffer());
+        launch.buffer(&out).u32(x.rows).u32(x.cols).go()?;
+        device.download(&out, 0, x.cols)
+    }
+
     fn drift(&self, n: usize) -> Done<Drift> {
         let values = self.first().alloc(n * n * 4)?;
         self.first().zero(&values)?;

@@ -17,6 +17,7 @@ pub mod restore;
 pub mod restore_tokenizer;
 pub mod select;
 pub mod sentencepiece;
+pub mod source;
 mod special;
 pub mod tokenizer;
 pub mod value;

@@ -1,0 +1,79 @@
+//! `quantkit convert`: a GGUF file becomes a Hugging Face folder again.
+
+use std::error::Error;
+
+use anyhow::{Context, Result, bail};
+use half::{bf16, f16};
+use serde_json::json;
+
+use super::super::open::{locate, open};
+use crate::backend::cpu::Cpu;
+use crate::backend::weight::Weight;
+use crate::cli::args::{ConvertArgs, FloatArg};
+use crate::cli::interrupt;
+use crate::cli::print::{Printer, bytes};
+use crate::format::atomic::OutputFolder;
+use crate::format::pretty;
+use crate::format::safetensors::{TensorSpec, write_sharded};
+use crate::tensor::{Bytes, Dtype};
+
+pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
+    let located = locate(&args.model, printer)?;
+    if !located.dir.is_file() {
+        bail!("`{}` is a folder already; `convert` makes one of a GGUF file", located.dir.display());
+    }
+    let source = open(&located.dir, std::sync::Arc::new(Cpu), printer)?;
+    let (model, checkpoint) = (&source.model, source.model.checkpoint());
+    let dtype = match args.dtype {
+        FloatArg::F32 => Dtype::F32,
+        FloatArg::F16 => Dtype::F16,
+        FloatArg::Bf16 => Dtype::BF16,
+    };
+    let out = args.out.clone().unwrap_or_else(|| located.name.clone().into());
+    interrupt::listen();
+    let folder = OutputFolder::create(&out)?;
+    let specs: Vec<TensorSpec> = checkpoint
+        .tensors()
+        .iter()
+        .map(|(name, entry)| TensorSpec::new(name.clone(), dtype, entry.shape.clone()))
+        .collect();
+    let written = write_sharded(folder.path(), specs, args.max_shard_size * 1_000_000, |spec: &TensorSpec| {
+        interrupt::check()?;
+        let values = match (&spec.shape[..], spec.name.strip_suffix(".weight")) {
+            (&[rows, cols], Some(module)) => model.source().linear(module, rows, cols)?.to_f32(),
+            (&[len], _) => checkpoint.vector(&spec.name, len)?,
+            _ => return Err(Box::<dyn Error + Send + Sync>::from("a tensor of three dimensions")),
+        };
+        Ok(narrowed(&values, dtype))
+    })?;
+    for name in checkpoint.side_files()? {
+        let mut text = checkpoint.side_text(&name)?.context("a file that was made")?;
+        if name == "config.json" {
+            let mut config = checkpoint.config().clone();
+            config["torch_dtype"] = json!(match args.dtype {
+                FloatArg::F32 => "float32",
+                FloatArg::F16 => "float16",
+                FloatArg::Bf16 => "bfloat16",
+            });
+            text = String::from_utf8(pretty(&config)).context("config.json")?;
+        }
+        folder.write(&name, text.as_bytes())?;
+    }
+    folder.commit()?;
+    let blocks =
+        model.blocks.iter().flat_map(|b| b.all_linears()).any(|l| matches!(l.weight.weight(), Weight::Ggml(_)));
+    printer.object(&json!({"folder": out, "bytes": written.total_size, "was_quantized": blocks}))?;
+    printer.text(format!("wrote {}: {} of {}", out.display(), bytes(written.total_size), dtype))?;
+    if blocks {
+        printer.note("its weights were quantized: the folder holds what was left of them");
+    }
+    Ok(())
+}
+
+fn narrowed(values: &[f32], dtype: Dtype) -> Bytes {
+    match dtype {
+        Dtype::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect::<Vec<u8>>().into(),
+        Dtype::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect::<Vec<u8>>().into(),
+        _ => bytemuck::cast_slice(values).to_vec().into(),
+    }
+}

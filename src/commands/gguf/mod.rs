@@ -1,0 +1,288 @@
+//! `quantkit gguf`, `quantkit imatrix`, `quantkit convert`: models to and from GGUF files.
+
+mod convert;
+mod importance;
+mod tensors;
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+
+pub use convert::run as convert;
+
+use super::device::backend;
+use super::open::{Runnable, corpus, locate, open};
+use crate::backend::cuda::CudaOptions;
+use crate::calibrate::corpus::Corpus;
+use crate::cli::args::{GgufArgs, ImatrixArgs, ImatrixForm};
+use crate::cli::interrupt;
+use crate::cli::print::{Printer, bytes};
+use crate::format::gguf::imatrix::Imatrix;
+use crate::format::gguf::metadata::{self, describe};
+use crate::format::gguf::names::Architecture;
+use crate::format::gguf::read::GgufFile;
+use crate::format::gguf::select::{Choice, ModelFacts, Options, fitting, is_quantized, parse_tensor_type, select};
+use crate::format::gguf::value::Metadata;
+use crate::format::gguf::write::{ImportanceNote, Plan, TensorSpec, Writer, parse_size, quantized_metadata};
+use crate::model::tokenizer::{BosHabit, BosMode, BosRule};
+use crate::num::ggml::GgmlType;
+use crate::pack::ggml::encode;
+use tensors::Tensor;
+
+/// Values encoded at once, so that memory is bounded whatever the model.
+const VALUES_AT_ONCE: usize = 8 << 20;
+
+pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
+    let began = Instant::now();
+    let located = locate(&args.model, printer)?;
+    let device = backend(&args.model.device, CudaOptions::default(), printer)?;
+    let source = open(&located.dir, device, printer)?;
+    if let Some(method) = source.method {
+        printer.warn(format!(
+            "`{}` is quantized already (by {method}): what it lost stays lost, and is rounded again",
+            located.dir.display()
+        ));
+    }
+    let out = args.out.clone().unwrap_or_else(|| format!("{}-{}.gguf", located.name, args.kind.name()).into());
+    let max_part = match &args.split_max_size {
+        Some(text) => Some(parse_size(text).context("--split-max-size is a number of bytes, or one with M or G")?),
+        None => None,
+    };
+    interrupt::listen();
+    let imatrix = args.imatrix.as_deref().map(|given| given_or_gathered(given, args, &source, printer)).transpose()?;
+
+    let model = &source.model;
+    let architecture = Architecture::of(model.config.family)?;
+    let (own, rope_factors) = described(&located.dir, args, &source, printer)?;
+    let all = tensors::of(model, architecture, rope_factors)?;
+    let choices = choose(&all, model.config.layers.len(), &source, architecture, args, imatrix.is_some())?;
+    let note = imatrix.as_ref().map(|(file, imatrix)| ImportanceNote {
+        file: file.clone(),
+        dataset: imatrix.datasets.first().cloned(),
+        entries: imatrix.entries.len() as u32,
+        chunks: imatrix.chunks,
+    });
+    let planned: Vec<(&Tensor, GgmlType)> = choices
+        .iter()
+        .map(|choice| {
+            let tensor = all.iter().find(|t| t.name == choice.name).context("a tensor that was chosen")?;
+            Ok((tensor, choice.kind.unwrap_or(kept(tensor))))
+        })
+        .collect::<Result<_>>()?;
+    let specs = planned.iter().map(|(tensor, kind)| TensorSpec::new(&*tensor.name, *kind, &*tensor.shape)).collect();
+    let plan = Plan::new(&out, &quantized_metadata(&own, args.kind, note.as_ref()), specs, max_part)?;
+    let size = plan.bytes();
+    let mut writer = Writer::create(plan)?;
+    let mut steps = printer.steps(args.kind.name(), planned.len() as u64);
+    for (tensor, kind) in &planned {
+        let importance = match &imatrix {
+            Some((file, imatrix)) if is_quantized(&tensor.name, &tensor.shape) => imatrix
+                .importance(&tensor.name, tensor.cols(), 1)
+                .with_context(|| format!("the importance in `{file}` does not fit this model"))?,
+            _ => None,
+        };
+        let at_once = (VALUES_AT_ONCE / tensor.cols().max(1)).max(1);
+        for first in (0..tensor.rows()).step_by(at_once) {
+            interrupt::check()?;
+            let count = at_once.min(tensor.rows() - first);
+            match tensor.as_stored(first, count).filter(|_| tensor.stored == *kind) {
+                Some(stored) => writer.put(&tensor.name, stored)?,
+                None => {
+                    let values = tensor.values(first, count);
+                    let encoded = encode(*kind, &values, tensor.cols(), importance.as_deref());
+                    writer.put(&tensor.name, &encoded.with_context(|| format!("tensor `{}`", tensor.name))?)?;
+                }
+            }
+        }
+        steps.step(&format!("{} {}", tensor.name, kind.name()));
+    }
+    drop(steps);
+    let files = writer.finish()?;
+    summary(args, &files, size, &planned, &choices, began, printer)
+}
+
+/// The imatrix of a file, or one that is gathered now.
+fn given_or_gathered(given: &str, args: &GgufArgs, source: &Runnable, printer: Printer) -> Result<(String, Imatrix)> {
+    if given != "auto" {
+        return Ok((given.into(), Imatrix::open(Path::new(given))?));
+    }
+    let (text, windows) = calibration(source, args.calib.as_deref(), args.chunks)?;
+    printer.note(format!("importance: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
+    let imatrix =
+        importance::gather(&source.model, &windows, &text, &mut printer.steps("importance", windows.len() as u64))?;
+    Ok(("auto".into(), imatrix))
+}
+
+/// Whole windows of the calibration text, each begun with BOS where the model wants one, as llama.cpp has them.
+fn calibration(source: &Runnable, file: Option<&Path>, chunks: Option<usize>) -> Result<(String, Vec<Vec<u32>>)> {
+    let (model, tokenizer) = (&source.model, source.tokenizer()?);
+    let text = corpus(file, Corpus::builtin, model.checkpoint())?;
+    let length = 512.min(model.config.max_positions);
+    let rule = BosMode::Auto.settle(tokenizer, model.config.family.needs_bos, BosHabit::Window)?;
+    let tokens = text.tokens(tokenizer)?;
+    let mut windows: Vec<Vec<u32>> =
+        tokens.chunks_exact(length).take(chunks.unwrap_or(usize::MAX)).map(<[u32]>::to_vec).collect();
+    if let BosRule::Window(bos) | BosRule::Once(bos) = rule {
+        windows.iter_mut().for_each(|window| window[0] = bos);
+    }
+    let name = file.map_or("the built-in text".into(), |f| f.display().to_string());
+    if windows.is_empty() {
+        bail!("{name} has {} tokens; at least {length} are needed", tokens.len());
+    }
+    Ok((name, windows))
+}
+
+/// The metadata of the file to be, and rope factors if it needs some: a GGUF file's own, or made of a folder.
+fn described(
+    path: &Path,
+    args: &GgufArgs,
+    source: &Runnable,
+    printer: Printer,
+) -> Result<(Metadata, Option<Vec<f32>>)> {
+    if path.is_file() {
+        let file = GgufFile::open(path)?;
+        let factors = file.tensor(crate::format::gguf::names::ROPE_FACTORS).map(|tensor| {
+            let mut values = vec![0.0; tensor.len()];
+            tensor.kind.decode(&tensor.bytes, &mut values);
+            values
+        });
+        return Ok((file.metadata().clone(), factors));
+    }
+    let model = &source.model;
+    let linears = model.blocks.iter().flat_map(|b| b.all_linears()).map(|l| (l.rows * l.cols) as u64).sum::<u64>();
+    let tables = model.tables().iter().map(|(_, rows)| (rows * model.config.hidden) as u64).sum::<u64>();
+    let options = metadata::Options {
+        file_type: args.kind.number(),
+        parameters: source.method.map(|_| linears + tables),
+        pre_tokenizer: args.pre.as_deref(),
+    };
+    let described = describe(model.checkpoint(), &model.config, &options)?;
+    described.warnings.iter().for_each(|warning| printer.warn(warning));
+    Ok((described.metadata, described.rope_freqs))
+}
+
+/// What a tensor that is not quantized is stored as.
+fn kept(tensor: &Tensor) -> GgmlType {
+    match tensor.shape.len() {
+        0 | 1 => GgmlType::F32,
+        _ => fitting(tensor.stored, tensor.cols()),
+    }
+}
+
+fn choose(
+    all: &[Tensor],
+    layers: usize,
+    source: &Runnable,
+    architecture: &Architecture,
+    args: &GgufArgs,
+    importance: bool,
+) -> Result<Vec<Choice>> {
+    let config = &source.model.config;
+    let facts = ModelFacts {
+        architecture: architecture.name.into(),
+        layers,
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        experts: 0,
+    };
+    let options = Options {
+        output: args.output_tensor_type,
+        token_embedding: args.token_embedding_type,
+        tensors: args.tensor_types.iter().map(|text| parse_tensor_type(text)).collect::<Result<_, _>>()?,
+        keep_output: args.leave_output_tensor,
+        pure: args.pure,
+        fallback: !args.no_fallback,
+        importance,
+        ..Options::new(args.kind)
+    };
+    let shapes: Vec<(String, Vec<usize>)> = all.iter().map(|t| (t.name.clone(), t.shape.clone())).collect();
+    Ok(select(&shapes, &facts, &options)?)
+}
+
+fn summary(
+    args: &GgufArgs,
+    files: &[PathBuf],
+    size: u64,
+    planned: &[(&Tensor, GgmlType)],
+    choices: &[Choice],
+    began: Instant,
+    printer: Printer,
+) -> Result<()> {
+    let total: usize = planned.iter().map(|(tensor, _)| tensor.len()).sum();
+    let changed: usize = planned
+        .iter()
+        .zip(choices)
+        .filter(|(_, choice)| choice.wanted.is_some())
+        .map(|((tensor, _), _)| tensor.len())
+        .sum();
+    let data: f64 = planned
+        .iter()
+        .map(|(tensor, kind)| tensor.len() as f64 * kind.bytes() as f64 * 8.0 / kind.block() as f64)
+        .sum();
+    let share = changed as f64 / total.max(1) as f64;
+    let mut kinds: Vec<(&str, usize)> = Vec::new();
+    for (_, kind) in planned {
+        match kinds.iter_mut().find(|(name, _)| *name == kind.name()) {
+            Some((_, count)) => *count += 1,
+            None => kinds.push((kind.name(), 1)),
+        }
+    }
+    let names: Vec<String> = files.iter().map(|f| f.display().to_string()).collect();
+    printer.object(&json!({
+        "files": names,
+        "type": args.kind.name(),
+        "bytes": size,
+        "bits_per_weight": data / total as f64,
+        "share_changed_by_shape": share,
+        "tensors": kinds.iter().map(|(name, count)| (name.to_string(), json!(count))).collect::<serde_json::Map<_, _>>(),
+        "seconds": began.elapsed().as_secs_f64(),
+    }))?;
+    let listed = kinds.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ");
+    printer.text(format!(
+        "wrote {}: {}, {:.2} bits per weight; tensors: {listed}",
+        names.join(", "),
+        bytes(size),
+        data / total as f64
+    ))?;
+    if changed > 0 {
+        printer.text(format!(
+            "{:.1} % of the weights have another type than {} would give them: their rows are no multiples of its blocks",
+            share * 100.0,
+            args.kind.name()
+        ))?;
+    }
+    Ok(())
+}
+
+pub fn imatrix(args: &ImatrixArgs, printer: Printer) -> Result<()> {
+    let located = locate(&args.model, printer)?;
+    let source = open(&located.dir, backend(&args.model.device, CudaOptions::default(), printer)?, printer)?;
+    let end = match args.format {
+        ImatrixForm::Gguf => "gguf",
+        ImatrixForm::Dat => "dat",
+    };
+    let out = args.out.clone().unwrap_or_else(|| format!("{}-imatrix.{end}", located.name).into());
+    if out.exists() {
+        bail!("`{}` exists already; name another file with --out", out.display());
+    }
+    let (text, windows) = calibration(&source, args.calib.as_deref(), args.chunks)?;
+    interrupt::listen();
+    let mut steps = printer.steps("importance", windows.len() as u64);
+    let imatrix = importance::gather(&source.model, &windows, &text, &mut steps)?;
+    drop(steps);
+    match args.format {
+        ImatrixForm::Gguf => imatrix.write_gguf(&out)?,
+        ImatrixForm::Dat => imatrix.write_dat(&out)?,
+    }
+    printer.object(&json!({"file": out, "weights": imatrix.entries.len(), "windows": windows.len(), "text": text}))?;
+    printer.text(format!(
+        "wrote {}: importance of {} weights from {} windows of {} tokens",
+        out.display(),
+        imatrix.entries.len(),
+        windows.len(),
+        windows[0].len()
+    ))?;
+    Ok(())
+}
