@@ -42,6 +42,18 @@ impl<S: Simd> Lanes<S> {
         lanes
     }
 
+    /// The bits `shift` and following of a word for each lane, as numbers; `mask` has as many low bits. Fields end
+    /// below bit 23.
+    #[inline(always)]
+    pub fn field(simd: S, words: &[u32], shift: usize, mask: u32) -> Self {
+        let words: &[S::u32s] = bytemuck::cast_slice(&words[..Self::COUNT]);
+        // In a float with this exponent the field's lowest bit stands for one.
+        let power = f32::from_bits((127 + 23 - shift as u32) << 23);
+        let field = simd.and_u32s(words[0], simd.splat_u32s(mask << shift));
+        let v = simd.or_u32s(field, simd.splat_u32s(power.to_bits()));
+        Self { simd, v: simd.transmute_f32s_u32s(v) } - Self::splat(simd, power)
+    }
+
     /// The same number in every lane, other than this one's.
     #[inline(always)]
     pub fn with(self, x: f32) -> Self {

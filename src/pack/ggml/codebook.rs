@@ -5,11 +5,12 @@ use std::sync::LazyLock;
 use rayon::prelude::*;
 
 use crate::num::ggml::grids;
+use crate::num::lanes::{Lanes, Simd};
 
 /// Sixteen points that are compared side by side.
 pub struct Near {
-    /// Level of each value of each point.
-    levels: [[u8; 16]; 8],
+    /// Levels of each point, packed as in the grid.
+    levels: [u32; 16],
     points: [u16; 16],
 }
 
@@ -53,7 +54,7 @@ impl Codebook {
             let furthest = distances[reach.min(distances.len()) - 1];
             let points: Vec<u16> =
                 sorted.iter().take_while(|pair| pair.0 <= furthest).map(|pair| pair.1 as u16).collect();
-            points.chunks(16).map(|points| Near::new(grid, points, level, values)).collect()
+            points.chunks(16).map(|points| Near::new(grid, points)).collect()
         };
         let lists: Vec<Vec<Near>> = (0..1 << (bits * values)).into_par_iter().map(neighbours).collect();
         let mut places = vec![0; lists.len()];
@@ -90,8 +91,9 @@ impl Codebook {
     /// The point for a combination of levels and whether it has exactly these; else the neighbour with the least
     /// weighted squared distance of `scale * (a * level + b)` from the values.
     #[inline(always)]
-    pub fn nearest<const VALUES: usize>(
+    pub fn nearest<S: Simd, const VALUES: usize>(
         &self,
+        simd: S,
         code: usize,
         x: &[f32; VALUES],
         weights: &[f32; VALUES],
@@ -106,11 +108,14 @@ impl Codebook {
         let (mut best, mut point) = (f32::MAX.to_bits(), 0);
         for near in &self.near[start as usize..end as usize] {
             let mut errors = [0.0f32; 16];
-            for i in 0..VALUES {
-                for lane in 0..16 {
-                    let difference = scale * (a * near.levels[i][lane] as f32 + b) - x[i];
-                    errors[lane] += weights[i] * difference * difference;
+            for (errors, levels) in errors.chunks_mut(Lanes::<S>::COUNT).zip(near.levels.chunks(Lanes::<S>::COUNT)) {
+                let mut sum = Lanes::splat(simd, 0.0);
+                for i in 0..VALUES {
+                    let level = Lanes::field(simd, levels, self.bits * i, (1 << self.bits) - 1);
+                    let difference = sum.with(scale) * (sum.with(a) * level + sum.with(b)) - sum.with(x[i]);
+                    sum += sum.with(weights[i]) * difference * difference;
                 }
+                errors.copy_from_slice(sum.as_slice());
             }
             // Errors are not negative, so they are ordered like their bits.
             let mut least = u32::MAX;
@@ -129,15 +134,8 @@ impl Codebook {
 
 impl Near {
     /// Up to sixteen points; the last one fills what is left, which cannot be nearer than itself.
-    fn new(grid: &[u16], points: &[u16], level: impl Fn(usize, usize) -> usize, values: usize) -> Self {
-        let mut near = Self { levels: [[0; 16]; 8], points: [0; 16] };
-        for lane in 0..16 {
-            let point = points[lane.min(points.len() - 1)];
-            near.points[lane] = point;
-            for i in 0..values {
-                near.levels[i][lane] = level(grid[point as usize] as usize, i) as u8;
-            }
-        }
-        near
+    fn new(grid: &[u16], points: &[u16]) -> Self {
+        let points = std::array::from_fn(|lane| points[lane.min(points.len() - 1)]);
+        Self { levels: points.map(|point| grid[point as usize] as u32), points }
     }
 }
