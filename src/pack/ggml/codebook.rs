@@ -2,10 +2,9 @@
 
 use std::sync::LazyLock;
 
-use rayon::prelude::*;
-
 use crate::num::ggml::grids;
 use crate::num::lanes::{Lanes, Simd};
+use crate::num::simd::vectorized;
 
 /// Sixteen points that are compared side by side.
 pub struct Near {
@@ -34,40 +33,41 @@ pub static IQ3_S: LazyLock<Codebook> = LazyLock::new(|| Codebook::new(&grids::IQ
 pub static IQ1: LazyLock<Codebook> = LazyLock::new(|| Codebook::new(&grids::IQ1, 8, 3));
 
 impl Codebook {
+    // In one thread: threads of a pool that wait for the first use could be given other work that waits for it too.
     /// Neighbours are the points within the `reach` smallest distances that occur, nearest first, then in the grid's
     /// order.
     fn new(grid: &'static [u16], values: usize, reach: usize) -> Self {
-        let bits = if values == 8 { 2 } else { 3 };
-        let (mask, top) = ((1 << bits) - 1, if values == 8 { 2 } else { 7 });
-        let level = |code: usize, i: usize| code >> (bits * i) & mask;
-        let neighbours = |code: usize| -> Vec<Near> {
-            if grid.binary_search(&(code as u16)).is_ok() || (0..values).any(|i| level(code, i) > top) {
-                return Vec::new();
-            }
-            let distance = |point: u16| -> usize {
-                (0..values).map(|i| level(code, i).abs_diff(level(point as usize, i)).pow(2)).sum()
-            };
-            let mut sorted: Vec<(usize, usize)> = grid.iter().map(|&p| distance(p)).zip(0..).collect();
-            sorted.sort_unstable();
-            let mut distances: Vec<usize> = sorted.iter().map(|pair| pair.0).collect();
-            distances.dedup();
-            let furthest = distances[reach.min(distances.len()) - 1];
-            let points: Vec<u16> =
-                sorted.iter().take_while(|pair| pair.0 <= furthest).map(|pair| pair.1 as u16).collect();
-            points.chunks(16).map(|points| Near::new(grid, points)).collect()
+        let (bits, levels) = if values == 8 { (2, 3usize) } else { (3, 8) };
+        let unpacked = |code: usize| -> [i32; 8] {
+            std::array::from_fn(|i| if i < values { (code >> (bits * i) & ((1 << bits) - 1)) as i32 } else { 0 })
         };
-        let lists: Vec<Vec<Near>> = (0..1 << (bits * values)).into_par_iter().map(neighbours).collect();
-        let mut places = vec![0; lists.len()];
+        let points: Vec<[i32; 8]> = grid.iter().map(|&code| unpacked(code as usize)).collect();
+        let mut places = vec![0; 1 << (bits * values)];
         for (i, &code) in grid.iter().enumerate() {
             places[code as usize] = i as i32;
         }
         let (mut spans, mut near) = (Vec::new(), Vec::new());
-        for (place, list) in places.iter_mut().zip(lists) {
-            if !list.is_empty() {
-                *place = -1 - spans.len() as i32;
-                spans.push((near.len() as u32, (near.len() + list.len()) as u32));
-                near.extend(list);
+        let mut distances = vec![0; grid.len()];
+        for code in 0..places.len() {
+            let here = unpacked(code);
+            if grid.binary_search(&(code as u16)).is_ok() || here.iter().any(|&level| level >= levels as i32) {
+                continue;
             }
+            vectorized(|| {
+                for (distance, point) in distances.iter_mut().zip(&points) {
+                    *distance = (0..8).map(|i| (here[i] - point[i]) * (here[i] - point[i])).sum();
+                }
+            });
+            let (mut list, mut distance) = (Vec::new(), 0);
+            for _ in 0..reach {
+                let Some(next) = distances.iter().copied().filter(|&d| d > distance).min() else { break };
+                distance = next;
+                list.extend((0..grid.len()).filter(|&i| distances[i] == distance).map(|i| i as u16));
+            }
+            places[code] = -1 - spans.len() as i32;
+            let first = near.len() as u32;
+            near.extend(list.chunks(16).map(|points| Near::new(grid, points)));
+            spans.push((first, near.len() as u32));
         }
         Self { grid, values, bits, places, spans, near }
     }
