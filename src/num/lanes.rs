@@ -54,6 +54,14 @@ impl<S: Simd> Lanes<S> {
         Self { simd, v: simd.transmute_f32s_u32s(v) } - Self::splat(simd, power)
     }
 
+    /// Whether a bit of a word is set, for each lane.
+    #[inline(always)]
+    pub fn bit(simd: S, words: &[u32], bit: usize) -> Truths<S> {
+        let words: &[S::u32s] = bytemuck::cast_slice(&words[..Self::COUNT]);
+        let set = simd.and_u32s(words[0], simd.splat_u32s(1 << bit));
+        Truths { simd, m: simd.greater_than_u32s(set, simd.splat_u32s(0)) }
+    }
+
     /// The same number in every lane, other than this one's.
     #[inline(always)]
     pub fn with(self, x: f32) -> Self {

@@ -105,12 +105,25 @@ impl Codebook {
             return (place as u16, true);
         }
         let (start, end) = self.spans[(-1 - place) as usize];
+        // What each value costs at each level; with three levels choosing is quicker than computing.
+        let mut costs = [[0.0f32; VALUES]; 3];
+        for level in 0..3 {
+            for i in 0..VALUES {
+                let difference = scale * (a * level as f32 + b) - x[i];
+                costs[level][i] = weights[i] * difference * difference;
+            }
+        }
         let (mut best, mut point) = (f32::MAX.to_bits(), 0);
         for near in &self.near[start as usize..end as usize] {
             let mut errors = [0.0f32; 16];
             for (errors, levels) in errors.chunks_mut(Lanes::<S>::COUNT).zip(near.levels.chunks(Lanes::<S>::COUNT)) {
                 let mut sum = Lanes::splat(simd, 0.0);
                 for i in 0..VALUES {
+                    if VALUES == 8 {
+                        let low = Lanes::bit(simd, levels, 2 * i).select(sum.with(costs[1][i]), sum.with(costs[0][i]));
+                        sum += Lanes::bit(simd, levels, 2 * i + 1).select(sum.with(costs[2][i]), low);
+                        continue;
+                    }
                     let level = Lanes::field(simd, levels, self.bits * i, (1 << self.bits) - 1);
                     let difference = sum.with(scale) * (sum.with(a) * level + sum.with(b)) - sum.with(x[i]);
                     sum += sum.with(weights[i]) * difference * difference;
