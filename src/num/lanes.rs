@@ -133,6 +133,12 @@ impl<S: Simd> Lanes<S> {
         Truths { simd: self.simd, m: self.simd.equal_f32s(self.v, other.v) }
     }
 
+    /// The smallest number of all lanes, none of which may be NaN.
+    #[inline(always)]
+    pub fn least(self) -> f32 {
+        self.simd.reduce_min_f32s(self.v)
+    }
+
     /// The smaller one, `other` when both are equal.
     #[inline(always)]
     pub fn min(self, other: Self) -> Self {

@@ -113,34 +113,37 @@ impl Codebook {
                 costs[level][i] = weights[i] * difference * difference;
             }
         }
-        let (mut best, mut point) = (f32::MAX.to_bits(), 0);
-        for near in &self.near[start as usize..end as usize] {
-            let mut errors = [0.0f32; 16];
-            for (errors, levels) in errors.chunks_mut(Lanes::<S>::COUNT).zip(near.levels.chunks(Lanes::<S>::COUNT)) {
-                let mut sum = Lanes::splat(simd, 0.0);
+        let list = &self.near[start as usize..end as usize];
+        // Error and place in the list: among equal errors the first place wins.
+        let (mut best, mut first) = (f32::INFINITY, 0.0);
+        for part in (0..16).step_by(Lanes::<S>::COUNT) {
+            let (mut least, mut number) = (Lanes::splat(simd, f32::MAX), Lanes::splat(simd, 0.0));
+            for (n, near) in list.iter().enumerate() {
+                let levels = &near.levels[part..part + Lanes::<S>::COUNT];
+                let mut sum = least.with(0.0);
                 for i in 0..VALUES {
                     if VALUES == 8 {
                         let low = Lanes::bit(simd, levels, 2 * i).select(sum.with(costs[1][i]), sum.with(costs[0][i]));
                         sum += Lanes::bit(simd, levels, 2 * i + 1).select(sum.with(costs[2][i]), low);
-                        continue;
+                    } else {
+                        let level = Lanes::field(simd, levels, 3 * i, 7);
+                        let difference = sum.with(scale) * (sum.with(a) * level + sum.with(b)) - sum.with(x[i]);
+                        sum += sum.with(weights[i]) * difference * difference;
                     }
-                    let level = Lanes::field(simd, levels, self.bits * i, (1 << self.bits) - 1);
-                    let difference = sum.with(scale) * (sum.with(a) * level + sum.with(b)) - sum.with(x[i]);
-                    sum += sum.with(weights[i]) * difference * difference;
                 }
-                errors.copy_from_slice(sum.as_slice());
+                let nearer = sum.lt(least);
+                least = nearer.select(sum, least);
+                number = nearer.select(least.with(n as f32), number);
             }
-            // Errors are not negative, so they are ordered like their bits.
-            let mut least = u32::MAX;
-            for lane in 0..16 {
-                least = least.min(errors[lane].to_bits());
-            }
-            if least < best {
-                best = least;
-                let lane = errors.iter().position(|e| e.to_bits() == least);
-                point = near.points[lane.unwrap_or(0)];
+            let error = least.least();
+            let places = number * number.with(16.0) + Lanes::from_fn(simd, |lane| (part + lane) as f32);
+            let place = least.eq(least.with(error)).select(places, least.with(f32::MAX)).least();
+            if error < best || error == best && place < first {
+                (best, first) = (error, place);
             }
         }
+        let first = first as usize;
+        let point = list[first / 16].points[first % 16];
         (point, false)
     }
 }
