@@ -181,7 +181,7 @@ fn blocks<S: Simd, const SIZE: usize, const COUNT: usize>(
 /// The 3-bit code of a scale, given the inverse of the factor.
 #[inline(always)]
 fn code(inverse: f32, scale: f32) -> u16 {
-    round(0.5 * (inverse * scale - 1.0)).max(0.0).min(7.0) as u16
+    round(0.5 * (inverse * scale - 1.0)).clamp(0.0, 7.0) as u16
 }
 
 #[inline(always)]

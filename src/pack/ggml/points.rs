@@ -42,7 +42,7 @@ fn split<const SIZE: usize>(x: &[f32; SIZE], weights: &[f32; SIZE], seven: bool)
     for k in 0..SIZE / 8 {
         let mut code = 0u8;
         for i in 8 * k..8 * k + 8 {
-            let minus = !(x[i] >= 0.0);
+            let minus = x[i] < 0.0;
             magnitudes[i] = if minus { -x[i] } else { x[i] };
             code |= (minus as u8) << (i % 8);
         }
@@ -78,12 +78,11 @@ struct Tries {
 fn attempt<S: Simd, const SIZE: usize, const GROUP: usize>(
     simd: S,
     rules: &Rules,
-    book: &Codebook,
     (x, weights, roots): (&[f32; SIZE], &[f32; SIZE], &[f32; SIZE]),
     inverse: &[f32; LANES],
     scales: &[f32],
 ) -> Tries {
-    let top = (rules.levels - 1) as f32;
+    let (book, top) = (rules.book, (rules.levels - 1) as f32);
     let unit = if GROUP == 8 { 4.0 } else { 8.0 };
     let mut tries =
         Tries { points: [[0; 8]; LANES], exact: [[true; 8]; LANES], along: [0.0; LANES], square: [0.0; LANES] };
@@ -165,7 +164,6 @@ fn search<S: Simd, const SIZE: usize, const GROUP: usize>(
             return EMPTY;
         }
     }
-    let book = rules.book;
     let mut roots = [0.0; SIZE];
     for i in 0..SIZE {
         roots[i] = weights[i].sqrt();
@@ -179,7 +177,7 @@ fn search<S: Simd, const SIZE: usize, const GROUP: usize>(
             inverse[lane] = (top + (first + lane as i32) as f32 * rules.step) / reference;
             scales[lane] = 1.0 / inverse[lane];
         }
-        let tries = attempt::<S, SIZE, GROUP>(simd, rules, book, values, &inverse, &scales[..count]);
+        let tries = attempt::<S, SIZE, GROUP>(simd, rules, values, &inverse, &scales[..count]);
         for lane in 0..count {
             let (along, square) = (tries.along[lane], tries.square[lane]);
             if square > 0.0 && along * along > best * square {
@@ -192,13 +190,13 @@ fn search<S: Simd, const SIZE: usize, const GROUP: usize>(
     let groups = SIZE / GROUP;
     let again = rules.free || exact[..groups].contains(&false);
     if again && scale > 0.0 {
-        let tries = attempt::<S, SIZE, GROUP>(simd, rules, book, values, &[1.0 / scale; LANES], &[scale]);
+        let tries = attempt::<S, SIZE, GROUP>(simd, rules, values, &[1.0 / scale; LANES], &[scale]);
         for k in 0..groups {
             if rules.all || !exact[k] {
                 points[k] = tries.points[0][k];
             }
         }
-        let (along, square) = sums::<SIZE, GROUP>(book, &x, weights, &points);
+        let (along, square) = sums::<SIZE, GROUP>(rules.book, &x, weights, &points);
         if square > 0.0 {
             scale = along / square;
         }
@@ -259,7 +257,7 @@ fn blocks<S: Simd, const SIZE: usize, const GROUP: usize, const COUNT: usize>(
     out[..2].copy_from_slice(&f16::from_f32(d * gain).to_le_bytes());
     let inverse = 1.0 / d;
     Some(found.map(|found| {
-        let code = round(0.5 * (inverse * found.scale - 1.0)).max(0.0).min(15.0) as u8;
+        let code = round(0.5 * (inverse * found.scale - 1.0)).clamp(0.0, 15.0) as u8;
         (found, code)
     }))
 }
