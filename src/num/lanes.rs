@@ -42,6 +42,26 @@ impl<S: Simd> Lanes<S> {
         lanes
     }
 
+    /// The bits `shift` and following of a word for each lane, as numbers; `mask` has as many low bits. Fields end
+    /// below bit 23.
+    #[inline(always)]
+    pub fn field(simd: S, words: &[u32], shift: usize, mask: u32) -> Self {
+        let words: &[S::u32s] = bytemuck::cast_slice(&words[..Self::COUNT]);
+        // In a float with this exponent the field's lowest bit stands for one.
+        let power = f32::from_bits((127 + 23 - shift as u32) << 23);
+        let field = simd.and_u32s(words[0], simd.splat_u32s(mask << shift));
+        let v = simd.or_u32s(field, simd.splat_u32s(power.to_bits()));
+        Self { simd, v: simd.transmute_f32s_u32s(v) } - Self::splat(simd, power)
+    }
+
+    /// Whether a bit of a word is set, for each lane.
+    #[inline(always)]
+    pub fn bit(simd: S, words: &[u32], bit: usize) -> Truths<S> {
+        let words: &[S::u32s] = bytemuck::cast_slice(&words[..Self::COUNT]);
+        let set = simd.and_u32s(words[0], simd.splat_u32s(1 << bit));
+        Truths { simd, m: simd.greater_than_u32s(set, simd.splat_u32s(0)) }
+    }
+
     /// The same number in every lane, other than this one's.
     #[inline(always)]
     pub fn with(self, x: f32) -> Self {
@@ -111,6 +131,12 @@ impl<S: Simd> Lanes<S> {
     #[inline(always)]
     pub fn eq(self, other: Self) -> Truths<S> {
         Truths { simd: self.simd, m: self.simd.equal_f32s(self.v, other.v) }
+    }
+
+    /// The smallest number of all lanes, none of which may be NaN.
+    #[inline(always)]
+    pub fn least(self) -> f32 {
+        self.simd.reduce_min_f32s(self.v)
     }
 
     /// The smaller one, `other` when both are equal.

@@ -71,13 +71,27 @@ fn decoded_blocks_are_close_to_the_rows() {
         let pairs = || rows[..ordinary].iter().zip(&values);
         let error: f64 = pairs().map(|(a, b)| ((a - b) as f64).powi(2)).sum();
         let size: f64 = pairs().map(|(a, _)| (*a as f64).powi(2)).sum();
-        let ceiling = match kind.bits() {
-            32.0 => 0.0,
-            16.0 => 0.003,
-            8.5 => 0.007,
-            _ if matches!(kind, GgmlType::TQ1_0 | GgmlType::TQ2_0) => 0.9,
-            // Each bit halves the error, roughly.
-            bits => 2.2 * 0.5f64.powf(bits),
+        use GgmlType::*;
+        let ceiling = match kind {
+            F32 => 0.0,
+            F16 => 2e-5,
+            BF16 => 0.002,
+            Q8_0 => 0.006,
+            Q6_K => 0.023,
+            Q5_K | Q5_1 => 0.041,
+            Q5_0 => 0.049,
+            Q4_K | Q4_1 => 0.084,
+            IQ4_NL | IQ4_XS => 0.087,
+            Q4_0 => 0.096,
+            MXFP4 => 0.125,
+            IQ3_S | Q3_K => 0.18,
+            IQ3_XXS => 0.25,
+            Q2_K | IQ2_S => 0.32,
+            IQ2_XS => 0.38,
+            IQ2_XXS => 0.46,
+            IQ1_M => 0.56,
+            IQ1_S => 0.59,
+            TQ1_0 | TQ2_0 => 0.84,
         };
         let error = (error / size).sqrt();
         assert!(error <= ceiling, "{kind}, importance {important}: {error} > {ceiling}");

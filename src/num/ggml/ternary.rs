@@ -15,7 +15,7 @@ pub fn tq1_0(block: &[u8; 54], out: &mut [f32; 256]) {
             for l in 0..bytes {
                 // A byte is a fraction in base 3, scaled to 256; its first digit is the whole part of three times it.
                 let fraction = block[first + l].wrapping_mul(power);
-                out[at] = d * ((fraction as i32 * 3 >> 8) - 1) as f32;
+                out[at] = d * (((fraction as i32 * 3) >> 8) - 1) as f32;
                 at += 1;
             }
             power = power.wrapping_mul(3);

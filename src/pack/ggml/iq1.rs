@@ -10,6 +10,7 @@ use half::f16;
 use super::codebook::{self, Codebook};
 use super::points::{sum_of_squares, weights};
 use crate::num::ggml::IQ1_SHIFT;
+use crate::num::lanes::Simd;
 use crate::num::simd::round;
 
 /// Values of the three levels, shifted up and shifted down.
@@ -109,7 +110,8 @@ fn value(level: u8, down: bool) -> f32 {
 }
 
 #[inline(always)]
-fn search<const SIZE: usize>(
+fn search<S: Simd, const SIZE: usize>(
+    simd: S,
     book: &Codebook,
     x: &[f32; SIZE],
     weights: &[f32; SIZE],
@@ -139,7 +141,7 @@ fn search<const SIZE: usize>(
     let mut exact = true;
     for (k, levels) in levels.as_chunks::<8>().0.iter().enumerate() {
         let shifted = (1.0, value(0, down[k]));
-        let (point, here) = book.nearest(book.code(levels), &groups[k], &group_weights[k], scale, shifted);
+        let (point, here) = book.nearest(simd, book.code(levels), &groups[k], &group_weights[k], scale, shifted);
         found.points[k] = point;
         exact &= here;
     }
@@ -159,7 +161,8 @@ fn search<const SIZE: usize>(
 
 /// Searches all blocks; with the largest scale, `None` when that is zero.
 #[inline(always)]
-fn blocks<const SIZE: usize, const COUNT: usize>(
+fn blocks<S: Simd, const SIZE: usize, const COUNT: usize>(
+    simd: S,
     x: &[f32; 256],
     weights: &[f32; 256],
     tiny: f32,
@@ -169,7 +172,7 @@ fn blocks<const SIZE: usize, const COUNT: usize>(
     let mut found = [EMPTY; COUNT];
     let mut most = 0.0f32;
     for j in 0..COUNT {
-        found[j] = search(&codebook::IQ1, &x[j], &weights[j], tiny, split);
+        found[j] = search(simd, &codebook::IQ1, &x[j], &weights[j], tiny, split);
         most = most.max(found[j].scale);
     }
     (most > 0.0).then_some((found, most))
@@ -178,14 +181,14 @@ fn blocks<const SIZE: usize, const COUNT: usize>(
 /// The 3-bit code of a scale, given the inverse of the factor.
 #[inline(always)]
 fn code(inverse: f32, scale: f32) -> u16 {
-    round(0.5 * (inverse * scale - 1.0)).max(0.0).min(7.0) as u16
+    round(0.5 * (inverse * scale - 1.0)).clamp(0.0, 7.0) as u16
 }
 
 #[inline(always)]
-pub fn iq1_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 50]) {
+pub fn iq1_s<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 50]) {
     out.fill(0);
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);
-    let Some((found, most)) = blocks::<32, 8>(x, &weights, 1e-12, split_once) else { return };
+    let Some((found, most)) = blocks::<S, 32, 8>(simd, x, &weights, 1e-12, split_once) else { return };
     let d = most / 15.0;
     out[..2].copy_from_slice(&f16::from_f32(d * 1.125).to_le_bytes());
     let inverse = 1.0 / d;
@@ -200,10 +203,10 @@ pub fn iq1_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 50]) {
 }
 
 #[inline(always)]
-pub fn iq1_m(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 56]) {
+pub fn iq1_m<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 56]) {
     out.fill(0);
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);
-    let Some((found, most)) = blocks::<16, 16>(x, &weights, 1e-7, split_halves) else { return };
+    let Some((found, most)) = blocks::<S, 16, 16>(simd, x, &weights, 1e-7, split_halves) else { return };
     let inverse = 1.0 / (most / 15.0);
     let mut words = [0u16; 4];
     let (mut along, mut square) = (0.0, 0.0);

@@ -68,7 +68,7 @@ pub fn q2_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<84>) {
             }
         };
     }
-    let (d, codes, dmin, min_codes) = quantized(blocks, &scales, &mins, &weight, 15.0);
+    let ((d, codes), (dmin, min_codes)) = quantized(blocks, &scales, &mins, &weight, 15.0);
     let (d, dmin) = (out.half(80, d), out.half(82, dmin));
     for j in 0..16 {
         out.byte(j, codes[j] + min_codes[j] * zero.with(16.0));
@@ -85,12 +85,11 @@ fn quantized<S: Simd, const N: usize>(
     mins: &[Lanes<S>; N],
     weight: &[Lanes<S>; N],
     top: f32,
-) -> (Lanes<S>, [Lanes<S>; N], Lanes<S>, [Lanes<S>; N]) {
-    let ((d, codes), (dmin, min_codes)) = match blocks.importance {
+) -> (Scales<S, N>, Scales<S, N>) {
+    match blocks.importance {
         Some(_) => (positive(scales, weight, top), positive(mins, weight, top)),
         None => (by_largest(scales, top), by_largest(mins, top)),
-    };
-    (d, codes, dmin, min_codes)
+    }
 }
 
 #[inline(always)]
@@ -182,7 +181,7 @@ fn eight_affine<S: Simd, const BYTES: usize>(
             }
         };
     }
-    let (d, codes, dmin, min_codes) = quantized(blocks, &scales, &mins, &weight, 63.0);
+    let ((d, codes), (dmin, min_codes)) = quantized(blocks, &scales, &mins, &weight, 63.0);
     let (d, dmin) = (out.half(0, d), out.half(2, dmin));
     put_scales(out, &codes, &min_codes);
     for j in 0..8 {

@@ -218,7 +218,7 @@ impl Matrix<'_> {
 
 /// The encoder of a type with a grid.
 trait PointEncoder<const BYTES: usize>: Copy + Sync {
-    fn encode(self, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; BYTES]);
+    fn encode<S: Simd>(self, simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; BYTES]);
 }
 
 macro_rules! point_encoders {
@@ -229,8 +229,8 @@ macro_rules! point_encoders {
 
             impl PointEncoder<$bytes> for $name {
                 #[inline(always)]
-                fn encode(self, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; $bytes]) {
-                    $module::$function(x, importance, out);
+                fn encode<S: Simd>(self, simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; $bytes]) {
+                    $module::$function(simd, x, importance, out);
                 }
             }
         )*
@@ -259,12 +259,12 @@ impl<E: PointEncoder<BYTES>, const BYTES: usize> WithSimd for PointPiece<'_, E, 
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
+    fn with_simd<S: Simd>(self, simd: S) {
         let Matrix { values, cols, importance } = self.matrix;
         let blocks = &values.as_chunks().0[self.first..];
         for (i, (x, out)) in blocks.iter().zip(self.out).enumerate() {
             let start = (self.first + i) % (cols / 256) * 256;
-            self.encoder.encode(x, importance.map(|all| &all[start..start + 256]), out);
+            self.encoder.encode(simd, x, importance.map(|all| &all[start..start + 256]), out);
         }
     }
 }

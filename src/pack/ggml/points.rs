@@ -4,7 +4,7 @@ use half::f16;
 
 use super::codebook::{self, Codebook};
 use super::search::positive;
-use crate::num::lanes::{Lanes, Scalar};
+use crate::num::lanes::{Lanes, Scalar, Simd};
 use crate::num::simd::round;
 
 /// What sets the types apart.
@@ -42,7 +42,7 @@ fn split<const SIZE: usize>(x: &[f32; SIZE], weights: &[f32; SIZE], seven: bool)
     for k in 0..SIZE / 8 {
         let mut code = 0u8;
         for i in 8 * k..8 * k + 8 {
-            let minus = !(x[i] >= 0.0);
+            let minus = x[i] < 0.0;
             magnitudes[i] = if minus { -x[i] } else { x[i] };
             code |= (minus as u8) << (i % 8);
         }
@@ -75,14 +75,14 @@ struct Tries {
 
 /// Moves every group to its point at each scale. Lanes are tries, so that each sum runs over the values in order.
 #[inline(always)]
-fn attempt<const SIZE: usize, const GROUP: usize>(
+fn attempt<S: Simd, const SIZE: usize, const GROUP: usize>(
+    simd: S,
     rules: &Rules,
-    book: &Codebook,
     (x, weights, roots): (&[f32; SIZE], &[f32; SIZE], &[f32; SIZE]),
     inverse: &[f32; LANES],
     scales: &[f32],
 ) -> Tries {
-    let top = (rules.levels - 1) as f32;
+    let (book, top) = (rules.book, (rules.levels - 1) as f32);
     let unit = if GROUP == 8 { 4.0 } else { 8.0 };
     let mut tries =
         Tries { points: [[0; 8]; LANES], exact: [[true; 8]; LANES], along: [0.0; LANES], square: [0.0; LANES] };
@@ -101,7 +101,7 @@ fn attempt<const SIZE: usize, const GROUP: usize>(
         let mut levels = [[0.0f32; LANES]; GROUP];
         for (lane, &scale) in scales.iter().enumerate() {
             let code = codes[lane] as usize;
-            let (point, exact) = book.nearest(code, &groups[k], &group_roots[k], scale, (2.0, 1.0));
+            let (point, exact) = book.nearest(simd, code, &groups[k], &group_roots[k], scale, (2.0, 1.0));
             tries.points[lane][k] = point;
             tries.exact[lane][k] = exact;
             for i in 0..GROUP {
@@ -137,7 +137,12 @@ fn sums<const SIZE: usize, const GROUP: usize>(
 }
 
 #[inline(always)]
-fn search<const SIZE: usize, const GROUP: usize>(rules: &Rules, x: &[f32; SIZE], weights: &[f32; SIZE]) -> Found {
+fn search<S: Simd, const SIZE: usize, const GROUP: usize>(
+    simd: S,
+    rules: &Rules,
+    x: &[f32; SIZE],
+    weights: &[f32; SIZE],
+) -> Found {
     let (x, mut signs) = split(x, weights, rules.seven);
     let mut most = x[0];
     for &v in &x {
@@ -159,7 +164,6 @@ fn search<const SIZE: usize, const GROUP: usize>(rules: &Rules, x: &[f32; SIZE],
             return EMPTY;
         }
     }
-    let book = rules.book;
     let mut roots = [0.0; SIZE];
     for i in 0..SIZE {
         roots[i] = weights[i].sqrt();
@@ -173,7 +177,7 @@ fn search<const SIZE: usize, const GROUP: usize>(rules: &Rules, x: &[f32; SIZE],
             inverse[lane] = (top + (first + lane as i32) as f32 * rules.step) / reference;
             scales[lane] = 1.0 / inverse[lane];
         }
-        let tries = attempt::<SIZE, GROUP>(rules, book, values, &inverse, &scales[..count]);
+        let tries = attempt::<S, SIZE, GROUP>(simd, rules, values, &inverse, &scales[..count]);
         for lane in 0..count {
             let (along, square) = (tries.along[lane], tries.square[lane]);
             if square > 0.0 && along * along > best * square {
@@ -186,13 +190,13 @@ fn search<const SIZE: usize, const GROUP: usize>(rules: &Rules, x: &[f32; SIZE],
     let groups = SIZE / GROUP;
     let again = rules.free || exact[..groups].contains(&false);
     if again && scale > 0.0 {
-        let tries = attempt::<SIZE, GROUP>(rules, book, values, &[1.0 / scale; LANES], &[scale]);
+        let tries = attempt::<S, SIZE, GROUP>(simd, rules, values, &[1.0 / scale; LANES], &[scale]);
         for k in 0..groups {
             if rules.all || !exact[k] {
                 points[k] = tries.points[0][k];
             }
         }
-        let (along, square) = sums::<SIZE, GROUP>(book, &x, weights, &points);
+        let (along, square) = sums::<SIZE, GROUP>(rules.book, &x, weights, &points);
         if square > 0.0 {
             scale = along / square;
         }
@@ -230,7 +234,8 @@ pub fn sum_of_squares(x: &[f32; 256]) -> f32 {
 /// Searches the blocks, writes the common scale times `gain`, and returns the blocks with the codes of their scales;
 /// `None` when all are empty.
 #[inline(always)]
-fn blocks<const SIZE: usize, const GROUP: usize, const COUNT: usize>(
+fn blocks<S: Simd, const SIZE: usize, const GROUP: usize, const COUNT: usize>(
+    simd: S,
     rules: &Rules,
     x: &[f32; 256],
     weights: &[f32; 256],
@@ -241,7 +246,7 @@ fn blocks<const SIZE: usize, const GROUP: usize, const COUNT: usize>(
     let mut found = [const { EMPTY }; COUNT];
     let mut most = 0.0f32;
     for j in 0..COUNT {
-        found[j] = search::<SIZE, GROUP>(rules, &x[j], &weights[j]);
+        found[j] = search::<S, SIZE, GROUP>(simd, rules, &x[j], &weights[j]);
         most = most.max(found[j].scale);
     }
     out.fill(0);
@@ -252,7 +257,7 @@ fn blocks<const SIZE: usize, const GROUP: usize, const COUNT: usize>(
     out[..2].copy_from_slice(&f16::from_f32(d * gain).to_le_bytes());
     let inverse = 1.0 / d;
     Some(found.map(|found| {
-        let code = round(0.5 * (inverse * found.scale - 1.0)).max(0.0).min(15.0) as u8;
+        let code = round(0.5 * (inverse * found.scale - 1.0)).clamp(0.0, 15.0) as u8;
         (found, code)
     }))
 }
@@ -265,11 +270,11 @@ fn word(found: &Found, code: u8) -> [u8; 4] {
 }
 
 #[inline(always)]
-pub fn iq2_xxs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 66]) {
+pub fn iq2_xxs<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 66]) {
     let book = &codebook::IQ2_XXS;
     let rules = Rules { book, levels: 3, tries: 6, step: 0.1, tiny: 1e-15, seven: true, free: true, all: true };
     let weights = weights(x, importance, sum_of_squares(x) / 256.0, |square| square);
-    let Some(blocks) = blocks::<32, 8, 8>(&rules, x, &weights, 1.0, out) else { return };
+    let Some(blocks) = blocks::<S, 32, 8, 8>(simd, &rules, x, &weights, 1.0, out) else { return };
     for (j, (found, code)) in blocks.iter().enumerate() {
         for k in 0..4 {
             out[2 + 8 * j + k] = found.points[k] as u8;
@@ -279,11 +284,11 @@ pub fn iq2_xxs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 66]) {
 }
 
 #[inline(always)]
-pub fn iq2_xs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 74]) {
+pub fn iq2_xs<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 74]) {
     let book = &codebook::IQ2_XS;
     let rules = Rules { book, levels: 3, tries: 9, step: 0.1, tiny: 1e-15, seven: true, free: false, all: false };
     let weights = weights(x, importance, sum_of_squares(x) / 256.0, |square| square);
-    let Some(blocks) = blocks::<16, 8, 16>(&rules, x, &weights, 1.0, out) else { return };
+    let Some(blocks) = blocks::<S, 16, 8, 16>(simd, &rules, x, &weights, 1.0, out) else { return };
     for (j, (found, code)) in blocks.iter().enumerate() {
         for k in 0..2 {
             let value = found.points[k] | (found.signs[k] as u16) << 9;
@@ -294,12 +299,12 @@ pub fn iq2_xs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 74]) {
 }
 
 #[inline(always)]
-pub fn iq2_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 82]) {
+pub fn iq2_s<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 82]) {
     let book = &codebook::IQ2_S;
     let rules = Rules { book, levels: 3, tries: 9, step: 0.1, tiny: 1e-8, seven: false, free: false, all: false };
     let spread = 2.0 * sum_of_squares(x) / 256.0;
     let weights = weights(x, importance, spread, |square| 0.25 * spread + square);
-    let Some(blocks) = blocks::<16, 8, 16>(&rules, x, &weights, 0.9875, out) else { return };
+    let Some(blocks) = blocks::<S, 16, 8, 16>(simd, &rules, x, &weights, 0.9875, out) else { return };
     for (j, (found, code)) in blocks.iter().enumerate() {
         for k in 0..2 {
             let group = 2 * j + k;
@@ -312,11 +317,11 @@ pub fn iq2_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 82]) {
 }
 
 #[inline(always)]
-pub fn iq3_xxs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 98]) {
+pub fn iq3_xxs<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 98]) {
     let book = &codebook::IQ3_XXS;
     let rules = Rules { book, levels: 8, tries: 15, step: 0.2, tiny: 1e-8, seven: true, free: false, all: false };
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);
-    let Some(blocks) = blocks::<32, 4, 8>(&rules, x, &weights, 1.0125, out) else { return };
+    let Some(blocks) = blocks::<S, 32, 4, 8>(simd, &rules, x, &weights, 1.0125, out) else { return };
     for (j, (found, code)) in blocks.iter().enumerate() {
         for k in 0..8 {
             out[2 + 8 * j + k] = found.points[k] as u8;
@@ -326,11 +331,11 @@ pub fn iq3_xxs(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 98]) {
 }
 
 #[inline(always)]
-pub fn iq3_s(x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 110]) {
+pub fn iq3_s<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 110]) {
     let book = &codebook::IQ3_S;
     let rules = Rules { book, levels: 8, tries: 9, step: 0.2, tiny: 0.0, seven: false, free: false, all: true };
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);
-    let Some(blocks) = blocks::<32, 4, 8>(&rules, x, &weights, 1.033, out) else { return };
+    let Some(blocks) = blocks::<S, 32, 4, 8>(simd, &rules, x, &weights, 1.033, out) else { return };
     for (j, (found, code)) in blocks.iter().enumerate() {
         for k in 0..8 {
             out[2 + 8 * j + k] = found.points[k] as u8;
