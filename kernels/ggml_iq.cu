@@ -173,15 +173,15 @@ struct Iq1M : Super<56, 8, 1, true> {
 
 // gemv: grid ceil(n / 8), block 128. decode: grid ceil(chunks / 256), block 256. embed: grid exactly the number of
 // ids, block 128. No dynamic shared memory.
-#define KERNELS(name, T)                                                                    \
-    extern "C" __global__ void __launch_bounds__(128) ggml_gemv_##name(GGML_GEMV_ARGUMENTS) { \
-        ggml_gemv<T>(GGML_GEMV_PASSED);                                                     \
-    }                                                                                       \
+#define KERNELS(name, T)                                                                          \
+    extern "C" __global__ void __launch_bounds__(128, 4) ggml_gemv_##name(GGML_GEMV_ARGUMENTS) {  \
+        ggml_gemv<T>(GGML_GEMV_PASSED);                                                           \
+    }                                                                                             \
     extern "C" __global__ void __launch_bounds__(256) ggml_decode_##name(GGML_DECODE_ARGUMENTS) { \
-        ggml_decode<T>(GGML_DECODE_PASSED);                                                 \
-    }                                                                                       \
-    extern "C" __global__ void __launch_bounds__(128) ggml_embed_##name(GGML_EMBED_ARGUMENTS) { \
-        ggml_embed<T>(GGML_EMBED_PASSED);                                                   \
+        ggml_decode<T>(GGML_DECODE_PASSED);                                                       \
+    }                                                                                             \
+    extern "C" __global__ void __launch_bounds__(128) ggml_embed_##name(GGML_EMBED_ARGUMENTS) {   \
+        ggml_embed<T>(GGML_EMBED_PASSED);                                                         \
     }
 
 KERNELS(iq4_xs, Iq4Xs)

@@ -41,10 +41,11 @@ struct Q3K : Super<110, 32, 4, false> {
         chunk.codes[2] |= (high.x >> (bit + 1) & 0x01010101u) << 2;
         chunk.codes[3] |= (high.y >> (bit + 1) & 0x01010101u) << 2;
         const float d = read_half(b + 108);
+        // Scale j = 4 (c / 4) + 2 run + c % 4 / 2: a nibble of byte j % 8, two bits of byte 8 + j % 4.
+        const uint8_t *lows = b + 96 + c / 4 % 2 * 4 + c % 4 / 2, *uppers = b + 104 + c % 4 / 2;
 #pragma unroll
         for (int run = 0; run < 2; ++run) {
-            const uint32_t j = c / 4 * 4 + run * 2 + c % 4 / 2;
-            const uint32_t low = b[96 + j % 8] >> (j / 8 * 4) & 15, upper = b[104 + j % 4] >> (j / 4 * 2) & 3;
+            const uint32_t low = lows[2 * run] >> (c / 8 * 4) & 15, upper = uppers[2 * run] >> (c / 4 * 2) & 3;
             chunk.scale[run] = d * (static_cast<int32_t>(low | upper << 4) - 32);
         }
     }
@@ -107,20 +108,21 @@ struct Q6K : Super<210, 64, 32, false> {
 };
 
 // gemv: grid ceil(n / 8), block 128. decode: grid ceil(chunks / 256), block 256. embed: grid exactly the number of
-// ids, block 128. No dynamic shared memory.
-#define KERNELS(name, T)                                                                    \
-    extern "C" __global__ void __launch_bounds__(128) ggml_gemv_##name(GGML_GEMV_ARGUMENTS) { \
-        ggml_gemv<T>(GGML_GEMV_PASSED);                                                     \
-    }                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256) ggml_decode_##name(GGML_DECODE_ARGUMENTS) { \
-        ggml_decode<T>(GGML_DECODE_PASSED);                                                 \
-    }                                                                                       \
-    extern "C" __global__ void __launch_bounds__(128) ggml_embed_##name(GGML_EMBED_ARGUMENTS) { \
-        ggml_embed<T>(GGML_EMBED_PASSED);                                                   \
+// ids, block 128. No dynamic shared memory. The registers of a multiprocessor serve RESIDENT blocks of gemv; one more, and
+// the compiler spills some.
+#define KERNELS(name, T, RESIDENT)                                                                      \
+    extern "C" __global__ void __launch_bounds__(128, RESIDENT) ggml_gemv_##name(GGML_GEMV_ARGUMENTS) { \
+        ggml_gemv<T>(GGML_GEMV_PASSED);                                                                 \
+    }                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) ggml_decode_##name(GGML_DECODE_ARGUMENTS) {       \
+        ggml_decode<T>(GGML_DECODE_PASSED);                                                             \
+    }                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(128) ggml_embed_##name(GGML_EMBED_ARGUMENTS) {         \
+        ggml_embed<T>(GGML_EMBED_PASSED);                                                               \
     }
 
-KERNELS(q2_k, Q2K)
-KERNELS(q3_k, Q3K)
-KERNELS(q4_k, Q4K)
-KERNELS(q5_k, Q5K)
-KERNELS(q6_k, Q6K)
+KERNELS(q2_k, Q2K, 4)
+KERNELS(q3_k, Q3K, 3)
+KERNELS(q4_k, Q4K, 4)
+KERNELS(q5_k, Q5K, 4)
+KERNELS(q6_k, Q6K, 4)
