@@ -108,8 +108,8 @@ struct Q6K : Super<210, 64, 32, false> {
 };
 
 // gemv: grid ceil(n / 8), block 128. decode: grid ceil(chunks / 256), block 256. embed: grid exactly the number of
-// ids, block 128. No dynamic shared memory. The registers of a multiprocessor serve RESIDENT blocks of gemv; one more, and
-// the compiler spills some.
+// ids, block 128. No dynamic shared memory. A multiprocessor has registers for RESIDENT blocks of gemv; for one more,
+// the compiler would spill some.
 #define KERNELS(name, T, RESIDENT)                                                                      \
     extern "C" __global__ void __launch_bounds__(128, RESIDENT) ggml_gemv_##name(GGML_GEMV_ARGUMENTS) { \
         ggml_gemv<T>(GGML_GEMV_PASSED);                                                                 \
