@@ -82,6 +82,7 @@ fn size(model: &Model) -> (f64, f64) {
         weights += (linear.rows * linear.cols) as f64;
         bytes += match linear.weight.weight() {
             Weight::Dense(dense) => dense.bytes.len() as f64,
+            Weight::Ggml(blocks) => blocks.bytes.len() as f64,
             Weight::Gptq(q) => (q.qweight.len() * 4 + q.scales.len() * 5) as f64,
         };
     }

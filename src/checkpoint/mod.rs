@@ -163,6 +163,11 @@ impl Checkpoint {
         if self.is_assembled() { Ok(self.made.keys().cloned().collect()) } else { index::side_files(&self.dir) }
     }
 
+    /// A side file that is made, not on disk.
+    pub fn made(&self, name: &str) -> Option<&str> {
+        self.made.get(name).map(String::as_str)
+    }
+
     /// Whether side files are made, not on disk.
     pub fn is_assembled(&self) -> bool {
         !self.made.is_empty()

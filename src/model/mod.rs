@@ -90,7 +90,9 @@ impl Model {
         let stored = self.checkpoint().tensors().range(head.clone()..).next();
         let own = stored.is_some_and(|(name, _)| name.strip_prefix(&*head).is_some_and(|rest| rest.starts_with('.')));
         let mut tables = vec![(embedding, self.config.vocab)];
-        tables.extend((own || !self.config.tied).then(|| (head, self.config.vocab)));
+        if own || !self.config.tied {
+            tables.push((head, self.config.vocab));
+        }
         tables
     }
 

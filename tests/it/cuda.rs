@@ -4,6 +4,7 @@ mod attention;
 mod calibration;
 mod commands;
 mod elementwise;
+mod ggml;
 mod linear;
 mod model;
 mod solver;

@@ -4,6 +4,7 @@ mod artifact;
 mod combinations;
 mod evaluate;
 mod generate;
+mod gguf;
 mod interruption;
 mod rules;
 

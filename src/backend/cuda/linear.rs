@@ -13,10 +13,10 @@ use cudarc::cublas::{CudaBlas, result as cublas};
 use super::super::Done;
 use super::super::tensor::Tensor;
 use super::weights::{DeviceMatrix, Plane, Quant, UNIT};
-use super::{BLOCK, Buffer, Device, Precision, blocks, floats};
+use super::{BLOCK, Buffer, Device, Precision, blocks, floats, ggml};
 
 /// Rows that the kernels for decoding take.
-const GEMV_ROWS: usize = 4;
+pub(super) const GEMV_ROWS: usize = 4;
 /// Rows up to which the kernels that spread one output over a block are the better ones.
 const SMALL_ROWS: usize = 64;
 /// Rows and outputs of a block in the kernels for many rows.
@@ -91,24 +91,22 @@ pub fn linear(
             dense(x, &weight, bias, precision, &out)?;
         }
         DeviceMatrix::Quant(weight) => quant(x, weight, bias, precision, &out)?,
-        DeviceMatrix::Ggml { kind, .. } => {
-            return Err(x.buffer().device().failed(format!("no kernel multiplies {} weights", kind.name())));
-        }
+        DeviceMatrix::Ggml { kind, blocks } => ggml::linear(x, *kind, blocks, bias, precision, &out)?,
     }
     Ok(out)
 }
 
 /// A row-major matrix in 16-bit numbers: rounded, or as the sum of two.
-struct Planes {
-    plane: Plane,
-    high: Buffer,
-    low: Option<Buffer>,
-    stride: usize,
+pub(super) struct Planes {
+    pub plane: Plane,
+    pub high: Buffer,
+    pub low: Option<Buffer>,
+    pub stride: usize,
 }
 
 impl Planes {
     /// The planes of activations, columns in the order of `gather`, filled up to `stride`.
-    fn of(x: &Tensor, plane: Plane, precision: Precision, gather: Option<&Buffer>, stride: usize) -> Done<Self> {
+    pub fn of(x: &Tensor, plane: Plane, precision: Precision, gather: Option<&Buffer>, stride: usize) -> Done<Self> {
         let device = x.buffer().device();
         let bytes = x.rows * stride * 2;
         let high = device.alloc(bytes)?;
@@ -143,9 +141,14 @@ fn dense(x: &Tensor, weight: &Planes, bias: Option<&Buffer>, precision: Precisio
     }
     // An f32 weight was not to be rounded; then activations are not either.
     let precision = if weight.low.is_some() { Precision::Double } else { precision };
-    let x = Planes::of(x, weight.plane, precision, None, weight.stride)?;
+    tensor_cores(&Planes::of(x, weight.plane, precision, None, weight.stride)?, weight, bias, out)
+}
+
+/// The planes of x times those of a weight.
+pub(super) fn tensor_cores(x: &Planes, weight: &Planes, bias: Option<&Buffer>, out: &Tensor) -> Done<()> {
+    let (device, n) = (out.buffer().device(), out.cols);
     if let Some(blas) = library(device) {
-        return dense_blas(blas, &x, weight, bias, out);
+        return dense_blas(blas, x, weight, bias, out);
     }
     let kernels = dense_kernels(weight.plane, x.count(), weight.count());
     let (kernel, grid, shared) = kernels.shape(out.rows, n);

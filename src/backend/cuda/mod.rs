@@ -4,6 +4,7 @@ mod attention;
 pub mod batch;
 pub mod cache;
 mod device;
+mod ggml;
 pub mod graph;
 mod linear;
 mod memory;
@@ -243,8 +244,14 @@ impl Backend for Cuda {
         let cols = table.weight().cols();
         let out = floats(device, *rows, cols)?;
         let matrix = self.matrix(table, device)?;
-        let DeviceMatrix::Dense { plane, high, low, stride } = &*matrix else {
-            return Err(device.failed("a quantized embedding table"));
+        let (plane, high, low, stride) = match &*matrix {
+            DeviceMatrix::Dense { plane, high, low, stride } => (plane, high, low, stride),
+            DeviceMatrix::Quant(_) => return Err(device.failed("a quantized embedding table")),
+            DeviceMatrix::Ggml { kind, blocks } => {
+                let out = Tensor::cuda(*rows, cols, out);
+                ggml::embed(*kind, blocks, buffer, scale, &out)?;
+                return Ok(out);
+            }
         };
         let kernel = match (plane, low) {
             (Plane::F16, _) => "embed_f16",

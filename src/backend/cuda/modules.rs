@@ -20,7 +20,8 @@ macro_rules! files {
 
 files!(
     "attention_64" "attention_128" "attention_256" "attention_combine" "cache" "cholesky" "elementwise" "gather" "gemm"
-    "gemv" "gptq" "quant_2" "quant_3" "quant_4" "quant_8" "simt" "sweep"
+    "gemv" "ggml_basic" "ggml_iq" "ggml_k" "ggml_panel" "ggml_ternary" "gptq" "quant_2" "quant_3" "quant_4" "quant_8"
+    "simt" "sweep"
 );
 
 /// Names of the kernels in a PTX text.

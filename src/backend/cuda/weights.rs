@@ -44,7 +44,7 @@ pub enum DeviceMatrix {
         stride: usize,
     },
     Quant(Quant),
-    /// ggml blocks as in the file.
+    /// ggml blocks as in the file, of any type but plain floats, which are `Dense` here.
     Ggml {
         kind: GgmlType,
         blocks: Buffer,
@@ -204,7 +204,15 @@ impl Loader {
         match weight {
             Weight::Dense(w) => self.bring_dense(w),
             Weight::Gptq(w) => Ok(DeviceMatrix::Quant(self.bring_quant(w)?)),
-            Weight::Ggml(w) => Ok(DeviceMatrix::Ggml { kind: w.kind, blocks: self.copy(&w.bytes)? }),
+            Weight::Ggml(w) => {
+                let dtype = match w.kind {
+                    GgmlType::F32 => Dtype::F32,
+                    GgmlType::F16 => Dtype::F16,
+                    GgmlType::BF16 => Dtype::BF16,
+                    kind => return Ok(DeviceMatrix::Ggml { kind, blocks: self.copy(&w.bytes)? }),
+                };
+                self.bring_dense(&Dense { rows: w.rows, cols: w.cols, dtype, bytes: w.bytes.clone() })
+            }
         }
     }
 

@@ -63,7 +63,13 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
     outputs.push(folder.write("config.json", &pretty(&config_json(source.config(), quantization)))?);
     outputs.push(folder.write("quantize_config.json", &pretty(quantization))?);
     for name in source.side_files()? {
-        outputs.push(folder.copy(&source.dir().join(&name), &name)?);
+        if name == "config.json" {
+            continue;
+        }
+        outputs.push(match source.made(&name) {
+            Some(text) => folder.write(&name, text.as_bytes())?,
+            None => folder.copy(&source.dir().join(&name), &name)?,
+        });
     }
     outputs.sort_by(|a, b| a.file.cmp(&b.file));
     let calibration = recipe.calibration.as_ref().map(|c| Calibration {

@@ -165,8 +165,8 @@ impl Run<'_> {
         let needed = planned_bytes(&shards)? * 2 + (16 << 20);
         require_space(folder.path(), needed.saturating_sub(Work::held_bytes(&target)?))?;
 
-        let sources: Vec<String> =
-            model.checkpoint().files().iter().map(|f| f.to_string()).chain(["config.json".into()]).collect();
+        let config = (!model.checkpoint().is_assembled()).then(|| "config.json".to_string());
+        let sources: Vec<String> = model.checkpoint().files().iter().map(|f| f.to_string()).chain(config).collect();
         let mut source_files = Vec::new();
         for file in &sources {
             interrupt::check()?;

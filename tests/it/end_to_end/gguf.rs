@@ -1,0 +1,167 @@
+//! `quantkit gguf`, `imatrix` and `convert`: files that are written, read again, measured and converted back.
+
+use std::fs;
+use std::path::Path;
+
+use quantkit::format::gguf::imatrix::Imatrix;
+use quantkit::format::gguf::read::GgufFile;
+use quantkit::num::ggml::GgmlType;
+
+use crate::support::scene::{Scene, tensors};
+
+fn perplexity(scene: &Scene, model: &[&str]) -> f64 {
+    let args =
+        [&["eval", "ppl"], model, &["--text", "eval.txt", "--window", "64", "--max-windows", "4", "--json"]].concat();
+    scene.run(&args).ok().json()["perplexity"].as_f64().unwrap()
+}
+
+fn kinds(path: &Path) -> Vec<(String, GgmlType)> {
+    GgufFile::open(path).unwrap().tensors().iter().map(|t| (t.name.clone(), t.kind)).collect()
+}
+
+/// Every kind of type: what it costs in perplexity is bounded, and F16 costs nothing.
+#[test]
+fn types_of_the_demo_checkpoint() {
+    let scene = Scene::demo();
+    let source = perplexity(&scene, &[]);
+    let types = [
+        ("F16", 1e-6),
+        ("BF16", 2e-3),
+        ("Q8_0", 5e-3),
+        ("Q6_K", 1e-2),
+        ("Q5_1", 3e-2),
+        ("Q4_K_M", 5e-2),
+        ("IQ4_XS", 8e-2),
+        ("Q3_K_M", 0.15),
+        ("Q2_K", 1.0),
+    ];
+    for (kind, ceiling) in types {
+        let file = format!("{kind}.gguf");
+        scene.run(&["gguf", "--type", kind, "-o", &file]).ok();
+        let found = perplexity(&scene, &[&file]);
+        assert!(found / source - 1.0 < ceiling, "{kind}: {found} against {source}");
+    }
+}
+
+/// Families whose rows turn, whose norms lack one, which have biases: through the file and back, the model is the same.
+#[test]
+fn families_come_back_as_they_were() {
+    for family in ["llama", "llama3", "llama_linear", "llama_yarn", "qwen2", "qwen3", "gemma3_text", "smollm2"] {
+        let scene = Scene::tiny(family);
+        scene.run(&["gguf", "model", "--type", "F32", "-o", "model.gguf"]).ok();
+        let (source, file) = (perplexity(&scene, &["model"]), perplexity(&scene, &["model.gguf"]));
+        assert!((file / source - 1.0).abs() < 1e-5, "{family}: {file} against {source}");
+        scene.run(&["convert", "model.gguf", "-o", "back", "--dtype", "f32"]).ok();
+        let back = perplexity(&scene, &["back"]);
+        assert!((back / source - 1.0).abs() < 1e-5, "{family}: {back} against {source}");
+    }
+}
+
+#[test]
+fn importance_helps_and_repeats() {
+    let scene = Scene::demo();
+    scene.run(&["imatrix", "-o", "a.gguf", "--calib", "calib.txt", "--chunks", "16"]).ok();
+    scene.run(&["imatrix", "-o", "a.dat", "--format", "dat", "--calib", "calib.txt", "--chunks", "16"]).ok();
+    let [gguf, dat] = ["a.gguf", "a.dat"].map(|name| Imatrix::open(&scene.path(name)).unwrap());
+    assert_eq!(gguf.entries.len(), 28);
+    assert!(gguf.entries.keys().eq(dat.entries.keys()));
+    for (name, entry) in &gguf.entries {
+        for (a, b) in entry.means().iter().zip(dat.entries[name].means()) {
+            assert!((a - b).abs() <= 1e-4 * a.abs(), "{name}: {a} {b}");
+        }
+    }
+    scene.run(&["gguf", "--type", "Q2_K", "-o", "plain.gguf"]).ok();
+    scene.run(&["gguf", "--type", "Q2_K", "-o", "file.gguf", "--imatrix", "a.gguf"]).ok();
+    let auto = ["gguf", "--type", "Q2_K", "--imatrix", "auto", "--calib", "calib.txt", "--chunks", "16", "--threads"];
+    for threads in ["1", "2"] {
+        scene.run(&[&auto[..], &[threads, "-o", &format!("auto{threads}.gguf")]].concat()).ok();
+    }
+    assert_eq!(scene.read("auto1.gguf"), scene.read("auto2.gguf"));
+    let data = |name: &str| -> Vec<Vec<u8>> {
+        GgufFile::open(&scene.path(name)).unwrap().tensors().iter().map(|t| t.bytes.to_vec()).collect()
+    };
+    assert_eq!(data("auto1.gguf"), data("file.gguf"));
+    let (plain, better) = (perplexity(&scene, &["plain.gguf"]), perplexity(&scene, &["file.gguf"]));
+    assert!(better < plain, "{better} with importance, {plain} without");
+}
+
+/// From an artifact, and from another GGUF file: told, and done.
+#[test]
+fn quantized_sources() {
+    let scene = Scene::demo();
+    scene.run(&["rtn", "-o", "w8", "--bits", "8", "--no-eval"]).ok();
+    scene
+        .run(&["gguf", "w8", "--type", "Q8_0", "-o", "of-artifact.gguf"])
+        .ok()
+        .says(&["is quantized already (by gptq)"]);
+    scene.run(&["gguf", "--type", "Q6_K", "-o", "six.gguf"]).ok();
+    scene
+        .run(&["gguf", "six.gguf", "--type", "Q4_K_S", "-o", "of-gguf.gguf"])
+        .ok()
+        .says(&["quantized already (by gguf)"]);
+    let source = perplexity(&scene, &[]);
+    for file in ["of-artifact.gguf", "of-gguf.gguf"] {
+        let found = perplexity(&scene, &[file]);
+        assert!(found / source - 1.0 < 0.06, "{file}: {found} against {source}");
+    }
+    // The same type again changes nothing.
+    scene.run(&["gguf", "six.gguf", "--type", "Q6_K", "-o", "again.gguf"]).ok();
+    assert_eq!(scene.read("again.gguf"), scene.read("six.gguf"));
+}
+
+#[test]
+fn types_by_tensor_and_split_files() {
+    let scene = Scene::demo();
+    let options = ["--tensor-type", r"ffn_down=Q8_0", "--token-embedding-type", "F16", "--pure"];
+    scene.run(&[&["gguf", "--type", "Q4_0", "-o", "own.gguf"], &options[..]].concat()).ok();
+    for (name, kind) in kinds(&scene.path("own.gguf")) {
+        let wanted = match &*name {
+            "token_embd.weight" => GgmlType::F16,
+            name if name.contains("norm") => GgmlType::F32,
+            name if name.contains("ffn_down") => GgmlType::Q8_0,
+            _ => GgmlType::Q4_0,
+        };
+        assert_eq!(kind, wanted, "{name}");
+    }
+    scene.run(&["gguf", "--type", "Q8_0", "-o", "whole.gguf"]).ok();
+    scene.run(&["gguf", "--type", "Q8_0", "-o", "cut.gguf", "--split-max-size", "1M"]).ok();
+    let parts = fs::read_dir(scene.root())
+        .unwrap()
+        .filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with("cut-0000"));
+    let count = parts.count();
+    assert!(count > 2, "{count} parts");
+    let first = format!("cut-00001-of-{count:05}.gguf");
+    assert_eq!(perplexity(&scene, &[&first]), perplexity(&scene, &["whole.gguf"]));
+}
+
+#[test]
+fn folders_made_of_files() {
+    let scene = Scene::demo();
+    scene.run(&["gguf", "--type", "F16", "-o", "model.gguf"]).ok();
+    scene.run(&["convert", "model.gguf", "-o", "folder"]).ok();
+    let made = tensors(&scene.path("folder/model.safetensors"));
+    let own = tensors(&Path::new(env!("CARGO_MANIFEST_DIR")).join("calib/demo/target/model.safetensors"));
+    for (name, tensor) in &own {
+        assert_eq!(made[name].shape, tensor.shape, "{name}");
+        assert!(made[name].dtype != tensor.dtype || made[name].data == tensor.data, "{name}");
+    }
+    assert_eq!(perplexity(&scene, &["folder"]), perplexity(&scene, &[]));
+    // A quantizer takes the file of floats like a folder.
+    scene.run(&["rtn", "model.gguf", "-o", "w4", "--group-size", "64", "--no-eval"]).ok();
+    assert!(perplexity(&scene, &["w4"]) < 1.2 * perplexity(&scene, &[]));
+}
+
+#[test]
+fn what_is_refused() {
+    let scene = Scene::demo();
+    scene.fails(&["gguf", "--type", "Q4_X", "-o", "x.gguf"], 2, &["known are F32, F16"]);
+    scene.fails(&["gguf", "--type", "IQ2_XS", "-o", "x.gguf"], 2, &["useless without importance"]);
+    scene.fails(&["gguf", "--tensor-type", "ffn_down", "-o", "x.gguf"], 2, &["is no REGEX=TYPE"]);
+    scene.write("broken.gguf", b"GGUF\x03\0\0\0 and nothing");
+    scene.fails(&["eval", "ppl", "broken.gguf"], 2, &["broken.gguf"]);
+    scene.write("x.gguf", "");
+    scene.fails(&["gguf", "--type", "Q8_0", "-o", "x.gguf"], 2, &["`x.gguf` exists already"]);
+    scene.run(&["gguf", "--type", "Q8_0", "-o", "eight.gguf"]).ok();
+    scene.fails(&["gptq", "eight.gguf", "-o", "out"], 2, &["is quantized already (by gguf)"]);
+    scene.fails(&["convert", "calib.txt", "-o", "out"], 2, &["calib.txt"]);
+}
