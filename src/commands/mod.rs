@@ -1,6 +1,7 @@
 //! One file a verb; no algorithm.
 
 mod device;
+mod eval_kl;
 mod eval_ppl;
 mod generate;
 mod list;
@@ -21,6 +22,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Gptq(args) => quantize::gptq(&args, printer(args.output.json)),
         Command::Rtn(args) => quantize::rtn(&args, printer(args.output.json)),
         Command::Eval(EvalCommand::Ppl(args)) => eval_ppl::run(&args, printer(args.json)),
+        Command::Eval(EvalCommand::Kl(args)) => eval_kl::run(&args, printer(args.json)),
         Command::Generate(args) => generate::run(&args, printer(args.json)),
         Command::List(args) => list::run(printer(args.json)),
     }

@@ -115,7 +115,9 @@ impl Cuda {
                     let kernel = if *plane == Plane::F16 { "gather_f16" } else { "gather_bf16" };
                     (kernel, high.clone(), first * stride * 2, *stride)
                 }
-                DeviceMatrix::Quant(_) | DeviceMatrix::Ggml { .. } => return Err(device.failed("a weight that is quantized already")),
+                DeviceMatrix::Quant(_) | DeviceMatrix::Ggml { .. } => {
+                    return Err(device.failed("a weight that is quantized already"));
+                }
             },
         };
         let launch = device.launch(kernel, by_columns(count, n), BLOCK).buffer_at(&values, at);

@@ -45,7 +45,10 @@ pub enum DeviceMatrix {
     },
     Quant(Quant),
     /// ggml blocks as in the file.
-    Ggml { kind: GgmlType, blocks: Buffer },
+    Ggml {
+        kind: GgmlType,
+        blocks: Buffer,
+    },
 }
 
 /// Integers in units of [`UNIT`] input columns, each group whole units.
