@@ -216,35 +216,32 @@ fn show(report: &Report, printer: Printer) -> Result<()> {
         "{} against {}: {positions} tokens in {} windows of {}, convention {}, BOS {}, on {}",
         report.artifact, report.reference, report.windows, report.window, report.convention, report.bos, report.device
     ))?;
+    printer.text(format!("KL divergence   mean {:.6} ± {:.6} nats", kl.mean, kl.stderr))?;
+    let shares = [("median", kl.median), ("90 %", kl.p90), ("95 %", kl.p95), ("99 %", kl.p99), ("99.9 %", kl.p99_9)];
+    printer.text(row(shares.into_iter().chain([("max", kl.max)]), 6))?;
+    printer.text(format!("same top token  {:.3} ± {:.3} %", 100.0 * same_top.share, 100.0 * same_top.stderr))?;
     printer.text(format!(
-        "KL divergence    mean {:.6} ± {:.6}, median {:.6}, 90 % {:.6}, 95 % {:.6}, 99 % {:.6}, 99.9 % {:.6}, \
-         max {:.6} nats",
-        kl.mean, kl.stderr, kl.median, kl.p90, kl.p95, kl.p99, kl.p99_9, kl.max
+        "delta-p         mean {:.3} ± {:.3} %, RMS {:.3} ± {:.3} %",
+        100.0 * delta_p.mean,
+        100.0 * delta_p.stderr,
+        100.0 * delta_p.rms,
+        100.0 * delta_p.rms_stderr
     ))?;
-    printer.text(format!("same top token   {:.3} ± {:.3} %", 100.0 * same_top.share, 100.0 * same_top.stderr))?;
-    let percent = |p: f64| format!("{:.3}", 100.0 * p);
+    let low = [("min", delta_p.min), ("1 %", delta_p.p1), ("5 %", delta_p.p5), ("10 %", delta_p.p10)];
+    let high = [("90 %", delta_p.p90), ("95 %", delta_p.p95), ("99 %", delta_p.p99), ("max", delta_p.max)];
+    let all = low.into_iter().chain([("median", delta_p.median)]).chain(high);
+    printer.text(row(all.map(|(name, p)| (name, 100.0 * p)), 3))?;
     printer.text(format!(
-        "delta-p          mean {} ± {} %, RMS {} ± {} %, min {}, 1 % {}, 5 % {}, 10 % {}, median {}, 90 % {}, \
-         95 % {}, 99 % {}, max {} %",
-        percent(delta_p.mean),
-        percent(delta_p.stderr),
-        percent(delta_p.rms),
-        percent(delta_p.rms_stderr),
-        percent(delta_p.min),
-        percent(delta_p.p1),
-        percent(delta_p.p5),
-        percent(delta_p.p10),
-        percent(delta_p.median),
-        percent(delta_p.p90),
-        percent(delta_p.p95),
-        percent(delta_p.p99),
-        percent(delta_p.max)
-    ))?;
-    printer.text(format!(
-        "perplexity       reference {:.4}, artifact {:.4}, ratio {:.5} ± {:.5}",
+        "perplexity      reference {:.4}, artifact {:.4}, ratio {:.5} ± {:.5}",
         perplexity.reference, perplexity.artifact, perplexity.ratio, perplexity.ratio_stderr
     ))?;
     Ok(())
+}
+
+/// Quantiles below the figure they belong to.
+fn row<'a>(quantiles: impl Iterator<Item = (&'a str, f64)>, digits: usize) -> String {
+    let all: Vec<String> = quantiles.map(|(name, value)| format!("{name} {value:.digits$}")).collect();
+    format!("                {}", all.join(", "))
 }
 
 fn gates(args: &KlArgs, figures: &Divergence) -> Result<()> {

@@ -96,7 +96,7 @@ fn fields() {
     assert_eq!(keys(&got["delta_p"]), BTreeSet::from(delta));
     let ratio = ["reference", "artifact", "ratio", "ratio_stderr", "log_ratio", "log_ratio_stderr"];
     assert_eq!(keys(&got["perplexity"]), BTreeSet::from(ratio));
-    assert_eq!((&got["artifact"], &got["method"], &got["reference"]), (&"w4".into(), &"rtn".into(), &"model".into()));
+    assert_eq!((&got["artifact"], &got["method"], &got["reference"]), (&"w4".into(), &"gptq".into(), &"model".into()));
     assert_eq!((&got["positions"], &got["windows"], &got["window"]), (&756.into(), &12.into(), &64.into()));
     assert_eq!((&got["convention"], &got["bos"], &got["device"]), (&"gptq".into(), &"once".into(), &"cpu".into()));
     assert_eq!(got["text_sha256"], sha256_bytes(&scene.read("eval.txt")));
@@ -110,7 +110,7 @@ fn fields() {
     let said = scene.run(&args).ok().says(&["built-in demo checkpoint"]).stdout;
     for words in [
         "w4 against quantkit-demo: 756 tokens in 12 windows of 64, convention gptq, BOS once".to_string(),
-        format!("mean {:.6} ± {:.6}, median", number(&got, "/kl/mean"), number(&got, "/kl/stderr")),
+        format!("mean {:.6} ± {:.6} nats", number(&got, "/kl/mean"), number(&got, "/kl/stderr")),
         format!("ratio {:.5} ± {:.5}", number(&got, "/perplexity/ratio"), number(&got, "/perplexity/ratio_stderr")),
     ] {
         assert!(said.contains(&words), "no `{words}` in\n{said}");
