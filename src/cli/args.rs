@@ -336,7 +336,7 @@ pub struct KlArgs {
     /// Text to compare on [default: built-in held-out text]
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
-    /// How the text is cut, and which tokens count: gptq, llamacpp, lmeval
+    /// Whose convention: gptq, llamacpp, lmeval
     #[arg(long, default_value = "gptq", value_parser = parse_convention)]
     pub convention: Convention,
     /// Tokens per window [default: 2048, llamacpp 512; or the models' context if that is shorter]
