@@ -59,6 +59,8 @@ pub enum Command {
 pub enum EvalCommand {
     /// Perplexity on a text
     Ppl(PplArgs),
+    /// Divergence of an artifact's predictions from those of the model it was made from
+    Kl(KlArgs),
 }
 
 /// A model: a folder, a hub id, or nothing for the built-in demo checkpoint.
@@ -187,7 +189,7 @@ pub struct OutputArgs {
     #[arg(long, conflicts_with = "no_eval", value_parser = clap::value_parser!(u32).range(1..))]
     pub eval_windows: Option<u32>,
     /// Exit with 1 if the perplexity rises by more than this many percent; the artifact is written all the same
-    #[arg(long, value_name = "PERCENT", conflicts_with = "no_eval", value_parser = parse_percent)]
+    #[arg(long, value_name = "PERCENT", conflicts_with = "no_eval", value_parser = parse_amount)]
     pub max_increase: Option<f64>,
     /// BOS in calibration and evaluation
     #[arg(long, default_value = "auto", value_parser = parse_bos)]
@@ -419,6 +421,55 @@ pub struct PplArgs {
 }
 
 #[derive(Debug, Args)]
+pub struct KlArgs {
+    /// The artifact: a folder or a hub id `org/name`
+    pub artifact: String,
+    /// Branch, tag or commit of a hub artifact [default: main]
+    #[arg(long)]
+    pub revision: Option<String>,
+    /// The model it was made from: a folder or a hub id [default: the built-in demo checkpoint]
+    #[arg(long, value_name = "MODEL")]
+    pub reference: Option<String>,
+    /// Branch, tag or commit of a hub reference [default: main]
+    #[arg(long, value_name = "REVISION", requires = "reference")]
+    pub reference_revision: Option<String>,
+    /// In place of a model, what llama.cpp wrote with --kl-divergence-base: predictions and the text's tokens
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["reference", "reference_revision", "text", "convention", "window"]
+    )]
+    pub reference_logits: Option<PathBuf>,
+    /// Where to compute: auto (all CUDA devices, or the CPU), cpu, cuda (all), cuda:0, cuda:0,1
+    #[arg(long, default_value = "auto", env = "QUANTKIT_DEVICE", value_parser = parse_device)]
+    pub device: DeviceArg,
+    /// Text to compare on [default: built-in held-out text]
+    #[arg(long, value_name = "FILE")]
+    pub text: Option<PathBuf>,
+    /// Whose convention: gptq, llamacpp, lmeval
+    #[arg(long, default_value = "gptq", value_parser = parse_convention)]
+    pub convention: Convention,
+    /// Tokens per window [default: 2048, llamacpp 512; or the models' context if that is shorter]
+    #[arg(long)]
+    pub window: Option<usize>,
+    /// Compare only the first windows
+    #[arg(long, value_parser = parse_count)]
+    pub max_windows: Option<usize>,
+    /// BOS: auto, none, window (each window starts with one), once (at the start of the text)
+    #[arg(long, default_value = "auto", value_parser = parse_bos)]
+    pub bos: BosMode,
+    /// Exit with 1 if the mean divergence is above this many nats
+    #[arg(long, value_name = "NATS", value_parser = parse_amount)]
+    pub max_kl: Option<f64>,
+    /// Exit with 1 if both agree on the likeliest token at less than this share of positions, 0 to 1
+    #[arg(long, value_name = "SHARE", value_parser = parse_whole_share)]
+    pub min_same_top: Option<f64>,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
 pub struct GenerateArgs {
     #[command(flatten)]
     pub model: ModelArgs,
@@ -519,9 +570,16 @@ fn parse_share(text: &str) -> Result<f64, String> {
     }
 }
 
-fn parse_percent(text: &str) -> Result<f64, String> {
+fn parse_whole_share(text: &str) -> Result<f64, String> {
     match text.parse() {
-        Ok(percent) if (0.0..=f64::MAX).contains(&percent) => Ok(percent),
+        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+        _ => Err("a number from 0 to 1 is needed".into()),
+    }
+}
+
+fn parse_amount(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(amount) if (0.0..=f64::MAX).contains(&amount) => Ok(amount),
         _ => Err("a number that is not negative is needed".into()),
     }
 }

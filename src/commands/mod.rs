@@ -1,6 +1,7 @@
 //! One file a verb; no algorithm.
 
 mod device;
+mod eval_kl;
 mod eval_ppl;
 mod generate;
 mod gguf;
@@ -25,6 +26,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Imatrix(args) => gguf::imatrix(&args, printer(args.json)),
         Command::Convert(args) => gguf::convert(&args, printer(args.json)),
         Command::Eval(EvalCommand::Ppl(args)) => eval_ppl::run(&args, printer(args.json)),
+        Command::Eval(EvalCommand::Kl(args)) => eval_kl::run(&args, printer(args.json)),
         Command::Generate(args) => generate::run(&args, printer(args.json)),
         Command::List(args) => list::run(printer(args.json)),
     }

@@ -145,7 +145,7 @@ pub struct Measurement<'a> {
 }
 
 /// Window, BOS and tokens of a measurement.
-fn settle(runnable: &Runnable, how: &Measurement) -> Result<(usize, BosRule, Vec<u32>)> {
+pub fn settle(runnable: &Runnable, how: &Measurement) -> Result<(usize, BosRule, Vec<u32>)> {
     let (model, tokenizer) = (&runnable.model, runnable.tokenizer()?);
     let context = model.config.max_positions;
     let window = match how.window {

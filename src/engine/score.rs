@@ -42,7 +42,7 @@ pub fn nll(model: &Model, windows: &[&[u32]]) -> Result<Vec<Vec<f32>>, ModelErro
 }
 
 /// How many of the next windows go into one chunk; at least one.
-fn fitting(windows: &[&[u32]]) -> usize {
+pub(super) fn fitting(windows: &[&[u32]]) -> usize {
     let mut tokens = 0;
     let more = windows.iter().take_while(|window| {
         tokens += window.len();

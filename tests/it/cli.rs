@@ -57,9 +57,11 @@ fn every_command_explains_itself() {
     help(&[], &[&["gptq", "rtn", "eval", "generate", "list", "--version", "Exit codes", "130"], &GLOBAL]);
     help(&["gptq"], &[&GLOBAL, &MODEL, &SCHEME, &CALIBRATION, &OUTPUT, &GPTQ]);
     help(&["rtn"], &[&GLOBAL, &MODEL, &SCHEME, &CALIBRATION, &OUTPUT, &["--grid"]]);
-    help(&["eval"], &[&["ppl"]]);
+    help(&["eval"], &[&["ppl", "kl"]]);
     let eval = ["--text", "--convention", "--window", "--max-windows", "--bos", "--json", "gptq, llamacpp, lmeval"];
     help(&["eval", "ppl"], &[&GLOBAL, &MODEL, &eval]);
+    let kl = ["<ARTIFACT>", "--revision", "--reference", "--reference-logits", "--max-kl", "--min-same-top"];
+    help(&["eval", "kl"], &[&GLOBAL, &kl, &eval]);
     let generate = [
         "--prompt",
         "--chat",

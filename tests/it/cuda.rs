@@ -25,7 +25,7 @@ fn cuda(options: CudaOptions) -> Arc<Cuda> {
 }
 
 /// `quantkit ARGS` with a CUDA driver, and cuBLAS or not. `settings` are variables for the emulator.
-fn run(scene: &Scene, args: &[&str], cublas: bool, settings: &[(&str, &str)]) -> Ran {
+pub fn run(scene: &Scene, args: &[&str], cublas: bool, settings: &[(&str, &str)]) -> Ran {
     let mut command = command(scene.root(), args);
     command.env("QUANTKIT_DEVICE", "auto").timeout(Duration::from_secs(600)).envs(settings.iter().copied());
     if !emulator::on_gpu() {

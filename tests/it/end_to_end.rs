@@ -2,6 +2,7 @@
 
 mod artifact;
 mod combinations;
+mod divergence;
 mod evaluate;
 mod generate;
 mod gguf;
