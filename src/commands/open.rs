@@ -22,6 +22,9 @@ use crate::model::Model;
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::{BosMode, BosRule, Tokenizer};
 
+/// What the demo checkpoint is called.
+const DEMO_NAME: &str = "quantkit-demo";
+
 /// The files of the demo checkpoint.
 const DEMO: [(&str, &[u8]); 5] = [
     ("config.json", include_bytes!("../../calib/demo/target/config.json")),
@@ -45,12 +48,15 @@ pub fn locate(args: &ModelArgs, printer: Printer) -> Result<Located> {
     let Some(spec) = &args.model else {
         warn_of_revision(args, "the built-in demo checkpoint", printer);
         printer.note("no model given: using the built-in demo checkpoint (Llama architecture, 3.7 M parameters)");
-        let unpacked =
-            tempfile::Builder::new().prefix("quantkit-demo-").tempdir().context("cannot unpack the demo checkpoint")?;
+        let failed = "cannot unpack the demo checkpoint";
+        let unpacked = tempfile::Builder::new().prefix("quantkit-").tempdir().context(failed)?;
+        // Formats that tell the name of a model take that of its folder.
+        let dir = unpacked.path().join(DEMO_NAME);
+        std::fs::create_dir(&dir).context(failed)?;
         for (name, contents) in DEMO {
-            std::fs::write(unpacked.path().join(name), contents).context("cannot unpack the demo checkpoint")?;
+            std::fs::write(dir.join(name), contents).context(failed)?;
         }
-        return Ok(Located { dir: unpacked.path().into(), name: "quantkit-demo".into(), _unpacked: Some(unpacked) });
+        return Ok(Located { dir, name: DEMO_NAME.into(), _unpacked: Some(unpacked) });
     };
     let path = Path::new(spec);
     if !path.exists() && hub::looks_like_id(spec) {

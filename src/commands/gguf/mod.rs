@@ -87,8 +87,9 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
         for first in (0..tensor.rows()).step_by(at_once) {
             interrupt::check()?;
             let count = at_once.min(tensor.rows() - first);
-            match tensor.as_stored(first, count).filter(|_| tensor.stored == *kind) {
-                Some(stored) => writer.put(&tensor.name, stored)?,
+            let stored = if tensor.stored == *kind { tensor.as_stored(first, count) } else { None };
+            match stored {
+                Some(stored) => writer.put(&tensor.name, &stored)?,
                 None => {
                     let values = tensor.values(first, count);
                     let encoded = encode(*kind, &values, tensor.cols(), importance.as_deref());

@@ -94,14 +94,22 @@ impl Tensor {
         self.shape.iter().product()
     }
 
-    /// The bytes of some rows that keep the source's type; `None` where the rows have to be made.
-    pub fn as_stored(&self, first: usize, count: usize) -> Option<&[u8]> {
-        match (&self.values, self.change) {
-            (Values::Matrix(Weight::Ggml(w)), Change::None) => {
-                let row = w.bytes.len() / w.rows;
-                Some(&w.bytes[first * row..(first + count) * row])
-            }
-            _ => None,
+    /// The bytes of some rows that are stored in blocks; `None` where the rows have to be made.
+    pub fn as_stored(&self, first: usize, count: usize) -> Option<Vec<u8>> {
+        let Values::Matrix(Weight::Ggml(w)) = &self.values else { return None };
+        let size = w.bytes.len() / w.rows;
+        let row = |row: usize| {
+            let there = self.row_there(first + row);
+            &w.bytes[there * size..(there + 1) * size]
+        };
+        Some((0..count).flat_map(row).copied().collect())
+    }
+
+    /// The source's row that becomes row `row` of the file.
+    fn row_there(&self, row: usize) -> usize {
+        match self.change {
+            Change::Queries | Change::Keys => interleaved_row(row, self.head_dim),
+            Change::None | Change::PlusOne => row,
         }
     }
 
@@ -109,13 +117,11 @@ impl Tensor {
     pub fn values(&self, first: usize, count: usize) -> Vec<f32> {
         let cols = self.cols();
         let mut out = vec![0.0; count * cols];
-        let turned = matches!(self.change, Change::Queries | Change::Keys);
-        let row_there = |row: usize| if turned { interleaved_row(row, self.head_dim) } else { row };
         match &self.values {
             // Biases turn with the rows they belong to.
-            Values::Vector(values) => out.iter_mut().enumerate().for_each(|(i, out)| *out = values[row_there(i)]),
+            Values::Vector(values) => out.iter_mut().enumerate().for_each(|(i, out)| *out = values[self.row_there(i)]),
             Values::Matrix(weight) => out.par_chunks_mut(cols).enumerate().for_each(|(i, out)| {
-                let row = row_there(first + i);
+                let row = self.row_there(first + i);
                 weight.panel(row..row + 1, out);
             }),
         }
