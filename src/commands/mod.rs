@@ -3,6 +3,7 @@
 mod device;
 mod eval_ppl;
 mod generate;
+pub mod gguf;
 mod list;
 mod open;
 mod quantize;

@@ -1,7 +1,8 @@
 //! Quantizers: weight + statistics + scheme → integers, scales, zero points, order. Pure mathematics:
 //! slices in, slices out.
 
-mod curvature;
+pub mod curvature;
+pub mod feedback;
 pub mod gptq;
 pub mod grid;
 pub mod order;

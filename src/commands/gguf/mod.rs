@@ -1,0 +1,3 @@
+//! `quantkit gguf`.
+
+pub mod feedback;
