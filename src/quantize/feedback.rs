@@ -21,6 +21,7 @@ use crate::scheme::{GroupSize, Scheme};
 /// What may be chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FeedbackOptions {
+    /// With `refit`, `Activation` is taken for `GroupAware`: columns of a block stay together.
     pub order: Order,
     /// Share of the mean Hessian diagonal that is added to the diagonal.
     pub damp_percent: f64,
@@ -43,7 +44,7 @@ pub fn curvature(
     let group_size = i32::try_from(block).ok().and_then(GroupSize::new).unwrap_or(GroupSize::CHANNEL);
     let options = GptqOptions {
         scheme: Scheme { bits: 4, group_size, sym: true },
-        order: options.order,
+        order: if options.refit && options.order == Order::Activation { Order::GroupAware } else { options.order },
         static_groups: !options.refit,
         damp_percent: options.damp_percent,
         damp_auto_increment: options.damp_auto_increment,

@@ -1,7 +1,7 @@
 //! Quantizers: weight + statistics + scheme → integers, scales, zero points, order. Pure mathematics:
 //! slices in, slices out.
 
-pub mod curvature;
+mod curvature;
 pub mod feedback;
 pub mod gptq;
 pub mod grid;

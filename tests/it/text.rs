@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use quantkit::calibrate::corpus::{Corpus, CorpusError, Sampling, windows};
@@ -13,10 +13,6 @@ use quantkit::model::chat::{ChatError, ChatTemplate, Message};
 use quantkit::model::tokenizer::{BosHabit, BosMode, BosRule, Tokenizer, TokenizerError, ids_sha256};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-
-fn repository(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
 
 fn demo() -> Checkpoint {
     Checkpoint::open(&repository("calib/demo/target")).unwrap()

@@ -7,8 +7,8 @@ use thiserror::Error;
 use crate::num::ggml::GgmlType;
 use crate::pack::ggml::levels::{layout, levels, replace_codes};
 use crate::pack::ggml::{EncodeError, encode};
-use crate::quantize::curvature::Curvature;
 use crate::quantize::feedback::{self, FeedbackOptions, Fit, Solution};
+use crate::quantize::gptq::Curvature;
 
 /// Why codes cannot be chosen with feedback.
 #[derive(Debug, Error, PartialEq)]
@@ -39,6 +39,10 @@ pub fn supports(kind: GgmlType) -> bool {
 /// # Errors
 ///
 /// When the type has no codes of single values, blocks do not fill rows, or a value is not finite.
+///
+/// # Panics
+///
+/// When `curvature` has another number of columns.
 pub fn encode_with_feedback(
     kind: GgmlType,
     weight: &[f32],
@@ -49,6 +53,9 @@ pub fn encode_with_feedback(
     let layout = layout(kind).ok_or(FeedbackError::Unsupported { kind })?;
     if kind.row_bytes(cols).is_none() {
         return Err(EncodeError::Columns { kind, block: kind.block(), cols }.into());
+    }
+    if !matches!(weight.len().checked_rem(cols), Some(0)) {
+        return Err(EncodeError::Values { values: weight.len(), cols }.into());
     }
     let importance = curvature.diagonal();
     let fit = |columns: Range<usize>, weights: &[f32]| -> Result<Fit, EncodeError> {

@@ -6,7 +6,7 @@
 
 use crate::num::ggml::GgmlType::{self, *};
 use crate::num::ggml::basic::IQ4_LEVELS;
-use crate::num::ggml::{half_at, k, iq4_xs_scales};
+use crate::num::ggml::{half_at, iq4_xs_scales, k};
 use crate::quantize::feedback::{Layout, Points};
 
 /// How a type lays levels over a row; `None` for types without codes of single values.
@@ -114,77 +114,6 @@ pub fn replace_codes(kind: GgmlType, bytes: &mut [u8], codes: &[u8]) {
             };
             put(low, code);
             put(high, code >> low.2);
-        }
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::pack::ggml::encode;
-
-    fn supported() -> impl Iterator<Item = (GgmlType, Layout)> {
-        GgmlType::ALL.into_iter().filter_map(|kind| Some((kind, layout(kind)?)))
-    }
-
-    fn numbers(n: usize) -> Vec<u32> {
-        let mut state = 7u32;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            state >> 8
-        };
-        (0..n).map(|_| next()).collect()
-    }
-
-    /// Blocks as the encoder writes them, with other codes: they decode to what levels and codes say.
-    #[test]
-    fn blocks_decode_to_the_chosen_values() {
-        let numbers = numbers(2 * 6 * 512);
-        let (first, second) = numbers.split_at(6 * 512);
-        let values: Vec<f32> = first.iter().map(|&n| (n % 4001) as f32 / 1000.0 - 1.9).collect();
-        let mut kinds = 0;
-        for (kind, Layout { points, run, .. }) in supported() {
-            kinds += 1;
-            let bytes = encode(kind, &values, 512, None).unwrap();
-            let levels = levels(kind, &bytes);
-            let own = codes(kind, &bytes);
-            let (low, count) = match points {
-                Points::Even { low, high, zero } => (low + zero, (high - low + 1) as u32),
-                Points::Table(_) => (0, 16),
-            };
-            let other: Vec<u8> = second.iter().map(|n| (n % count) as u8 + low as u8).collect();
-            for chosen in [&own, &other] {
-                let mut changed = bytes.clone();
-                replace_codes(kind, &mut changed, chosen);
-                assert_eq!(codes(kind, &changed), **chosen, "{kind}");
-                assert_eq!(super::levels(kind, &changed), levels, "{kind}");
-                let mut decoded = vec![0.0; values.len()];
-                kind.decode(&changed, &mut decoded);
-                for (i, (&code, &value)) in chosen.iter().zip(&decoded).enumerate() {
-                    let (scale, offset) = levels[i / run];
-                    assert_eq!(scale * points.point(code) as f32 + offset, value, "{kind}, value {i}");
-                }
-                if chosen == &own {
-                    assert_eq!(changed, bytes, "{kind}");
-                }
-            }
-        }
-        assert_eq!(kinds, 12);
-    }
-
-    /// The fields of a block's codes do not overlap, and with the scales they fill it.
-    #[test]
-    fn bits_are_used_once() {
-        for (kind, layout) in supported() {
-            let mut bytes = vec![0u8; kind.bytes()];
-            replace_codes(kind, &mut bytes, &vec![mask(kind); kind.block()]);
-            assert!(bytes.iter().all(|b| *b == 0), "{kind}");
-            let bits: u32 = (0..kind.block()).flat_map(|i| fields(kind, i)).map(|f| f.2).sum();
-            replace_codes(kind, &mut bytes, &vec![!mask(kind); kind.block()]);
-            assert_eq!(bytes.iter().map(|b| b.count_ones()).sum::<u32>(), bits, "{kind}");
-            let scales = 8 * kind.bytes() as u32 - bits;
-            assert!(scales >= 16 && scales <= 16 * (layout.block / layout.run) as u32 + 32, "{kind}: {scales}");
         }
     }
 }
