@@ -167,15 +167,10 @@ fn blocks_decode_to_the_chosen_values() {
 fn losses_on_correlated_inputs() {
     let problem = Problem::random(70, 512, 1);
     for kind in kinds() {
-        let ceiling = match kind {
-            Q8_0 | Q6_K => 0.95,
-            _ => 0.85,
-        };
         let encoded = problem.loss(kind, &problem.encode(kind, Some(&problem.importance())));
         let mut last = f64::INFINITY;
-        for sweeps in [0, 1, 3] {
+        for (sweeps, ceiling) in [(0, 0.35), (1, 0.08), (3, 0.05)] {
             let loss = problem.loss(kind, &problem.feedback(kind, &FeedbackOptions { sweeps, ..PLAIN }).bytes);
-            println!("{kind}, {sweeps} sweeps: {:.3}", loss / encoded);
             assert!(loss < ceiling * encoded, "{kind}, {sweeps} sweeps: {loss} after {encoded}");
             assert!(loss < 1.001 * last, "{kind}, {sweeps} sweeps: {loss} after {last}");
             last = loss;
@@ -261,11 +256,9 @@ fn threads_do_not_matter() {
 fn dead_channels_and_rows() {
     let mut problem = Problem::random(3, 512, 6);
     problem.weight[..512].fill(0.0);
-    if let Gram { lower, .. } = &mut problem.gram {
-        for (x, h) in lower.host_mut().iter_mut().enumerate() {
-            if x / 512 >= 250 || x % 512 >= 250 {
-                *h = 0.0;
-            }
+    for (x, h) in problem.gram.lower.host_mut().iter_mut().enumerate() {
+        if x / 512 >= 250 || x % 512 >= 250 {
+            *h = 0.0;
         }
     }
     for kind in kinds() {
