@@ -2,7 +2,6 @@
 
 use std::convert::Infallible;
 use std::fs;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use quantkit::calibrate::corpus::{Corpus, CorpusError, Sampling, windows};
@@ -13,6 +12,8 @@ use quantkit::model::chat::{ChatError, ChatTemplate, Message};
 use quantkit::model::tokenizer::{BosHabit, BosMode, BosRule, Tokenizer, TokenizerError, ids_sha256};
 use serde_json::{Value, json};
 use tempfile::TempDir;
+
+use crate::support::repository;
 
 fn demo() -> Checkpoint {
     Checkpoint::open(&repository("calib/demo/target")).unwrap()
