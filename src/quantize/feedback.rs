@@ -34,6 +34,13 @@ pub struct FeedbackOptions {
     pub sweeps: usize,
 }
 
+/// What had the least loss on the layers of the demo checkpoint, for every type.
+impl Default for FeedbackOptions {
+    fn default() -> Self {
+        Self { order: Order::GroupAware, damp_percent: 0.01, damp_auto_increment: 0.01, refit: true, sweeps: 3 }
+    }
+}
+
 /// Factors a Hessian for [`feedback`] with blocks of `block` columns. `gram` is in host memory, `diagonal` its diagonal.
 pub fn curvature(
     gram: &Gram,

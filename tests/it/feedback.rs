@@ -22,6 +22,7 @@ use quantkit::quantize::order::Order;
 
 use crate::support::repository;
 
+/// The single pass as the paper has it.
 const PLAIN: FeedbackOptions =
     FeedbackOptions { order: Order::Natural, damp_percent: 0.01, damp_auto_increment: 0.01, refit: false, sweeps: 0 };
 
@@ -119,11 +120,11 @@ impl Quantizing for Collect<'_> {
     }
 }
 
-/// The linears of the first blocks of the demo checkpoint.
-fn demo(blocks: usize, windows: usize) -> Vec<Problem> {
+/// The linears of the first blocks of the demo checkpoint, as windows of a text see them.
+fn demo(text: Corpus, blocks: usize, windows: usize) -> Vec<Problem> {
     let dir = repository("calib/demo/target");
     let model = Model::open(Box::new(DenseSource(Checkpoint::open(&dir).unwrap())), Arc::new(Cpu)).unwrap();
-    let tokens = Corpus::builtin().tokens(&Tokenizer::load(model.checkpoint()).unwrap()).unwrap();
+    let tokens = text.tokens(&Tokenizer::load(model.checkpoint()).unwrap()).unwrap();
     let windows: Vec<Vec<u32>> = tokens.chunks_exact(256).take(windows).map(<[u32]>::to_vec).collect();
     let mut problems = Vec::new();
     let mut job = Collect { problems: &mut problems, blocks };
@@ -289,7 +290,8 @@ fn what_cannot_be_done_is_refused() {
 #[test]
 #[ignore = "prints figures"]
 fn table() {
-    let problems = demo(4, 48);
+    let problems = demo(Corpus::builtin(), 4, 48);
+    let unseen = demo(Corpus::heldout(), 4, 48);
     let variants = [
         (Order::Natural, false),
         (Order::Natural, true),
@@ -299,11 +301,15 @@ fn table() {
     ];
     let sweeps = [0, 1, 3];
     let kinds = [Q4_0, IQ4_NL, Q4_K, Q3_K, Q2_K, Q5_K];
-    let mut sums = vec![vec![0.0; 2 + variants.len() * sweeps.len()]; kinds.len()];
-    for problem in &problems {
+    let mut sums = vec![vec![[0.0; 2]; 2 + variants.len() * sweeps.len()]; kinds.len()];
+    for (problem, unseen) in problems.iter().zip(&unseen) {
+        let add = |sums: &mut [f64; 2], kind: GgmlType, bytes: &[u8]| {
+            sums[0] += problem.loss(kind, bytes);
+            sums[1] += unseen.loss(kind, bytes);
+        };
         for (kind, sums) in kinds.iter().zip(&mut sums) {
-            sums[0] += problem.loss(*kind, &problem.encode(*kind, None));
-            sums[1] += problem.loss(*kind, &problem.encode(*kind, Some(&problem.importance())));
+            add(&mut sums[0], *kind, &problem.encode(*kind, None));
+            add(&mut sums[1], *kind, &problem.encode(*kind, Some(&problem.importance())));
         }
         for (v, (order, refit)) in variants.into_iter().enumerate() {
             for block in [32, 256] {
@@ -313,18 +319,36 @@ fn table() {
                     for (s, sweeps) in sweeps.into_iter().enumerate() {
                         let options = FeedbackOptions { sweeps, ..options };
                         let encoded = encode_with_feedback(*kind, &problem.weight, problem.cols, &curvature, &options);
-                        sums[2 + v * 3 + s] += problem.loss(*kind, &encoded.unwrap().bytes);
+                        add(&mut sums[2 + v * 3 + s], *kind, &encoded.unwrap().bytes);
                     }
                 }
             }
         }
     }
-    println!("{} linears", problems.len());
+    println!(
+        "{} linears; loss on the calibration text / on another one (share of that with importance)",
+        problems.len()
+    );
     for (kind, sums) in kinds.iter().zip(&sums) {
-        println!("{kind}: plain {:.4}, importance {:.4} ({:.3})", sums[0], sums[1], sums[1] / sums[0]);
-        for ((order, refit), losses) in variants.iter().zip(sums[2..].chunks(3)) {
-            let part = |i: usize| format!("{:.4} ({:.3})", losses[i], losses[i] / sums[1]);
-            println!("  {order:?}, refit {refit}: {}, 1 sweep {}, 3 sweeps {}", part(0), part(1), part(2));
+        let shown =
+            |s: &[f64; 2]| format!("{:.3} / {:.3} ({:.3} / {:.3})", s[0], s[1], s[0] / sums[1][0], s[1] / sums[1][1]);
+        println!("{kind}: plain {}, importance {}", shown(&sums[0]), shown(&sums[1]));
+        for ((order, refit), s) in variants.iter().zip(sums[2..].chunks(3)) {
+            println!("  {order:?}, refit {refit}: {}, sweeps 1: {}, 3: {}", shown(&s[0]), shown(&s[1]), shown(&s[2]));
         }
+    }
+}
+
+/// Layers of a trained model, judged on a text that calibration has not seen.
+#[test]
+fn losses_on_layers_of_the_demo_checkpoint() {
+    let (problems, unseen) = (demo(Corpus::builtin(), 1, 16), demo(Corpus::heldout(), 1, 16));
+    for (kind, ceiling) in [(Q4_0, 0.65), (IQ4_NL, 0.65), (Q4_K, 0.7), (Q3_K, 0.7), (Q2_K, 0.7)] {
+        let (mut encoded, mut mended) = (0.0, 0.0);
+        for (problem, unseen) in problems.iter().zip(&unseen) {
+            encoded += unseen.loss(kind, &problem.encode(kind, Some(&problem.importance())));
+            mended += unseen.loss(kind, &problem.feedback(kind, &FeedbackOptions::default()).bytes);
+        }
+        assert!(mended < ceiling * encoded, "{kind}: {mended} after {encoded}");
     }
 }
