@@ -267,11 +267,15 @@ pub struct GgufArgs {
     /// Importance of the input channels: a file of `imatrix` or llama.cpp, or `auto` to gather it now
     #[arg(long, value_name = "FILE|auto")]
     pub imatrix: Option<String>,
-    /// Text for `--imatrix auto` [default: built-in]
-    #[arg(long, value_name = "FILE", requires = "imatrix")]
+    /// Choose codes so that they mend each other's errors (GPTQ's idea, on the blocks of the type): a better file of
+    /// the same size, which any llama.cpp loads. Calibrates block by block
+    #[arg(long)]
+    pub error_feedback: bool,
+    /// Text for `--imatrix auto` and `--error-feedback` [default: built-in]
+    #[arg(long, value_name = "FILE")]
     pub calib: Option<PathBuf>,
-    /// Windows of that text at most [default: all]
-    #[arg(long, requires = "imatrix", value_parser = parse_count)]
+    /// Windows of that text at most [default: all; 128 for `--error-feedback`]
+    #[arg(long, value_parser = parse_count)]
     pub chunks: Option<usize>,
     /// Type of tensors whose names the pattern is found in: `REGEX=TYPE`; the first match wins
     #[arg(long = "tensor-type", value_name = "REGEX=TYPE")]

@@ -4,7 +4,7 @@ mod device;
 mod eval_kl;
 mod eval_ppl;
 mod generate;
-mod gguf;
+pub mod gguf;
 mod list;
 mod open;
 mod quantize;

@@ -116,6 +116,15 @@ impl Curvature {
         Ok(Self { n, sequence, dead, importance, factors, damp_percent: damp })
     }
 
+    /// The undamped diagonal by stored column: the importance of each, as searches for scales want it.
+    pub fn diagonal(&self) -> Vec<f32> {
+        let mut diagonal = vec![0.0; self.n];
+        for (&column, &importance) in self.sequence.columns.iter().zip(&self.importance) {
+            diagonal[column] = importance;
+        }
+        diagonal
+    }
+
     /// The order of columns, as solvers want it.
     pub(super) fn order(&self) -> Ordered<'_> {
         Ordered { columns: &self.sequence.columns, groups: &self.sequence.groups, dead: &self.dead }

@@ -2,6 +2,7 @@
 //! slices in, slices out.
 
 mod curvature;
+pub mod feedback;
 pub mod gptq;
 pub mod grid;
 pub mod order;

@@ -8,6 +8,7 @@ mod cuda;
 mod emulator;
 mod end_to_end;
 mod families;
+mod feedback;
 mod formats;
 mod gguf_container;
 mod gguf_metadata;

@@ -2,7 +2,6 @@
 
 use std::convert::Infallible;
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use quantkit::calibrate::corpus::{Corpus, CorpusError, Sampling, windows};
@@ -14,9 +13,7 @@ use quantkit::model::tokenizer::{BosHabit, BosMode, BosRule, Tokenizer, Tokenize
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-fn repository(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
+use crate::support::repository;
 
 fn demo() -> Checkpoint {
     Checkpoint::open(&repository("calib/demo/target")).unwrap()

@@ -1,9 +1,12 @@
 //! `quantkit gguf`, `quantkit imatrix`, `quantkit convert`: models to and from GGUF files.
 
+mod calibrated;
 mod convert;
+pub mod feedback;
 mod importance;
 mod tensors;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -18,19 +21,21 @@ use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::{GgufArgs, ImatrixArgs, ImatrixForm};
 use crate::cli::interrupt;
-use crate::cli::print::{Printer, bytes};
+use crate::cli::print::{Printer, Steps, bytes};
 use crate::format::gguf::imatrix::Imatrix;
 use crate::format::gguf::metadata::{self, describe};
 use crate::format::gguf::names::Architecture;
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::select::{Choice, ModelFacts, Options, fitting, is_quantized, parse_tensor_type, select};
 use crate::format::gguf::value::Metadata;
-use crate::format::gguf::write::{ImportanceNote, Plan, TensorSpec, Writer, parse_size, quantized_metadata};
+use crate::format::gguf::write::{ImportanceNote, Plan, TensorSpec, Writer, layer, parse_size, quantized_metadata};
 use crate::model::tokenizer::{BosHabit, BosMode, BosRule};
 use crate::num::ggml::GgmlType;
 use crate::pack::ggml::encode;
 use tensors::Tensor;
 
+/// Calibration windows of error feedback, unless told otherwise.
+const FEEDBACK_CHUNKS: usize = 128;
 /// Values encoded at once, so that memory is bounded whatever the model.
 const VALUES_AT_ONCE: usize = 8 << 20;
 
@@ -50,6 +55,9 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
         Some(text) => Some(parse_size(text).context("--split-max-size is a number of bytes, or one with M or G")?),
         None => None,
     };
+    if (args.calib.is_some() || args.chunks.is_some()) && args.imatrix.as_deref() != Some("auto") && !args.error_feedback {
+        bail!("--calib and --chunks are for `--imatrix auto` and `--error-feedback`");
+    }
     interrupt::listen();
     let imatrix = args.imatrix.as_deref().map(|given| given_or_gathered(given, args, &source, printer)).transpose()?;
 
@@ -57,7 +65,14 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let architecture = Architecture::of(model.config.family)?;
     let (own, rope_factors) = described(&located.dir, args, &source, printer)?;
     let all = tensors::of(model, architecture, rope_factors)?;
-    let choices = choose(&all, model.config.layers.len(), &source, architecture, args, imatrix.is_some())?;
+    let choices = choose(
+        &all,
+        model.config.layers.len(),
+        &source,
+        architecture,
+        args,
+        imatrix.is_some() || args.error_feedback,
+    )?;
     let note = imatrix.as_ref().map(|(file, imatrix)| ImportanceNote {
         file: file.clone(),
         dataset: imatrix.datasets.first().cloned(),
@@ -74,10 +89,51 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let specs = planned.iter().map(|(tensor, kind)| TensorSpec::new(&*tensor.name, *kind, &*tensor.shape)).collect();
     let plan = Plan::new(&out, &quantized_metadata(&own, args.kind, note.as_ref()), specs, max_part)?;
     let size = plan.bytes();
-    let mut writer = Writer::create(plan)?;
-    let mut steps = printer.steps(args.kind.name(), planned.len() as u64);
-    for (tensor, kind) in &planned {
-        let importance = match &imatrix {
+    let mut output = Output {
+        writer: Writer::create(plan)?,
+        planned: &planned,
+        next: 0,
+        imatrix: imatrix.as_ref(),
+        steps: printer.steps(args.kind.name(), planned.len() as u64),
+    };
+    if args.error_feedback {
+        let (text, windows) = calibration(&source, args.calib.as_deref(), Some(args.chunks.unwrap_or(FEEDBACK_CHUNKS)))?;
+        printer.note(format!("error feedback: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
+        calibrated::run(model, architecture, &windows, &mut output)?;
+    }
+    output.put_through(i64::MAX, &BTreeMap::new())?;
+    let Output { writer, steps, .. } = output;
+    drop(steps);
+    let files = writer.finish()?;
+    summary(args, &files, size, &planned, &choices, began, printer)
+}
+
+/// The file as it is written: tensors in the planned order.
+struct Output<'a> {
+    writer: Writer,
+    planned: &'a [(&'a Tensor, GgmlType)],
+    next: usize,
+    imatrix: Option<&'a (String, Imatrix)>,
+    steps: Steps,
+}
+
+impl Output<'_> {
+    /// Writes all tensors up to those of layer `last`; the bytes of some may be there already, rows as the source has
+    /// them.
+    fn put_through(&mut self, last: i64, encoded: &BTreeMap<String, Vec<u8>>) -> Result<()> {
+        while let Some(&(tensor, kind)) = self.planned.get(self.next).filter(|(tensor, _)| layer(&tensor.name) <= last) {
+            match encoded.get(&tensor.name) {
+                Some(bytes) => self.writer.put(&tensor.name, &tensor.in_order(bytes))?,
+                None => self.encode(tensor, kind)?,
+            }
+            self.steps.step(&format!("{} {}", tensor.name, kind.name()));
+            self.next += 1;
+        }
+        Ok(())
+    }
+
+    fn encode(&mut self, tensor: &Tensor, kind: GgmlType) -> Result<()> {
+        let importance = match self.imatrix {
             Some((file, imatrix)) if is_quantized(&tensor.name, &tensor.shape) => imatrix
                 .importance(&tensor.name, tensor.cols(), 1)
                 .with_context(|| format!("the importance in `{file}` does not fit this model"))?,
@@ -87,21 +143,18 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
         for first in (0..tensor.rows()).step_by(at_once) {
             interrupt::check()?;
             let count = at_once.min(tensor.rows() - first);
-            let stored = if tensor.stored == *kind { tensor.as_stored(first, count) } else { None };
+            let stored = if tensor.stored == kind { tensor.as_stored(first, count) } else { None };
             match stored {
-                Some(stored) => writer.put(&tensor.name, &stored)?,
+                Some(stored) => self.writer.put(&tensor.name, &stored)?,
                 None => {
                     let values = tensor.values(first, count);
-                    let encoded = encode(*kind, &values, tensor.cols(), importance.as_deref());
-                    writer.put(&tensor.name, &encoded.with_context(|| format!("tensor `{}`", tensor.name))?)?;
+                    let encoded = encode(kind, &values, tensor.cols(), importance.as_deref());
+                    self.writer.put(&tensor.name, &encoded.with_context(|| format!("tensor `{}`", tensor.name))?)?;
                 }
             }
         }
-        steps.step(&format!("{} {}", tensor.name, kind.name()));
+        Ok(())
     }
-    drop(steps);
-    let files = writer.finish()?;
-    summary(args, &files, size, &planned, &choices, began, printer)
 }
 
 /// The imatrix of a file, or one that is gathered now.

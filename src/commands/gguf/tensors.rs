@@ -105,6 +105,12 @@ impl Tensor {
         Some((0..count).flat_map(row).copied().collect())
     }
 
+    /// Rows of blocks in the order of the source, put into that of the file.
+    pub fn in_order(&self, rows: &[u8]) -> Vec<u8> {
+        let size = rows.len() / self.rows().max(1);
+        (0..self.rows()).flat_map(|row| &rows[self.row_there(row) * size..][..size]).copied().collect()
+    }
+
     /// The source's row that becomes row `row` of the file.
     fn row_there(&self, row: usize) -> usize {
         match self.change {

@@ -5,13 +5,19 @@ use half::f16;
 use super::basic::{IQ4_LEVELS, nibbles};
 use super::{grids, half_at};
 
-#[inline(always)]
-pub fn iq4_xs(block: &[u8; 136], out: &mut [f32; 256]) {
+/// Scales of the eight sub-blocks of IQ4_XS.
+pub fn iq4_xs_scales(block: &[u8]) -> [f32; 8] {
     let d = half_at(block, 0);
     let high = short_at(block, 2);
-    for j in 0..8 {
+    std::array::from_fn(|j| {
         let low = block[4 + j / 2] >> (4 * (j % 2)) & 15;
-        let scale = d * ((low as u32 | (high >> (2 * j) & 3) << 4) as i32 - 32) as f32;
+        d * ((low as u32 | (high >> (2 * j) & 3) << 4) as i32 - 32) as f32
+    })
+}
+
+#[inline(always)]
+pub fn iq4_xs(block: &[u8; 136], out: &mut [f32; 256]) {
+    for (j, scale) in iq4_xs_scales(block).into_iter().enumerate() {
         nibbles(&block[8 + 16 * j..], &mut out[32 * j..], |q, _| scale * IQ4_LEVELS[q as usize] as f32);
     }
 }

@@ -15,10 +15,15 @@ fn pairs(low: &[u8], out: &mut [f32; 256], value: impl Fn(u8, usize) -> f32) {
     }
 }
 
+/// Scales and minima of the sixteen sub-blocks of Q2_K.
+pub fn q2_scales(block: &[u8]) -> [(f32, f32); 16] {
+    let (d, dmin) = (half_at(block, 80), half_at(block, 82));
+    std::array::from_fn(|j| (d * (block[j] & 15) as f32, dmin * (block[j] >> 4) as f32))
+}
+
 #[inline(always)]
 pub fn q2_k(block: &[u8; 84], out: &mut [f32; 256]) {
-    let (d, dmin) = (half_at(block, 80), half_at(block, 82));
-    let scales: [(f32, f32); 16] = std::array::from_fn(|j| (d * (block[j] & 15) as f32, dmin * (block[j] >> 4) as f32));
+    let scales = q2_scales(block);
     pairs(&block[16..80], out, |q, at| scales[at / 16].0 * q as f32 - scales[at / 16].1);
 }
 
@@ -28,10 +33,15 @@ fn q3_scale(packed: &[u8], j: usize) -> i32 {
     (low | (packed[8 + j % 4] >> (2 * (j / 4)) & 3) << 4) as i32 - 32
 }
 
+/// Scales of the sixteen sub-blocks of Q3_K.
+pub fn q3_scales(block: &[u8]) -> [f32; 16] {
+    let d = half_at(block, 108);
+    std::array::from_fn(|j| d * q3_scale(&block[96..108], j) as f32)
+}
+
 #[inline(always)]
 pub fn q3_k(block: &[u8; 110], out: &mut [f32; 256]) {
-    let d = half_at(block, 108);
-    let scales: [f32; 16] = std::array::from_fn(|j| d * q3_scale(&block[96..108], j) as f32);
+    let scales = q3_scales(block);
     pairs(&block[32..96], out, |q, at| {
         let high = block[at % 32] >> (at / 32) & 1;
         scales[at / 16] * ((q | high << 2) as i32 - 4) as f32
@@ -47,8 +57,8 @@ fn q4_scale(packed: &[u8], j: usize) -> (u8, u8) {
     }
 }
 
-/// Scales and minima of the eight sub-blocks.
-fn q4_scales(block: &[u8]) -> [(f32, f32); 8] {
+/// Scales and minima of the eight sub-blocks of Q4_K and Q5_K.
+pub fn q4_scales(block: &[u8]) -> [(f32, f32); 8] {
     let (d, dmin) = (half_at(block, 0), half_at(block, 2));
     std::array::from_fn(|j| {
         let (scale, min) = q4_scale(&block[4..16], j);
@@ -78,17 +88,22 @@ pub fn q5_k(block: &[u8; 176], out: &mut [f32; 256]) {
     }
 }
 
+/// Scales of the sixteen sub-blocks of Q6_K.
+pub fn q6_scales(block: &[u8]) -> [f32; 16] {
+    let d = half_at(block, 208);
+    std::array::from_fn(|j| d * (block[192 + j] as i8) as f32)
+}
+
 #[inline(always)]
 pub fn q6_k(block: &[u8; 210], out: &mut [f32; 256]) {
-    let d = half_at(block, 208);
+    let scales = q6_scales(block);
     for h in 0..2 {
         for k in 0..4 {
             for l in 0..32 {
                 let low = block[64 * h + 32 * (k % 2) + l] >> (4 * (k / 2)) & 15;
                 let high = block[128 + 32 * h + l] >> (2 * k) & 3;
                 let at = 128 * h + 32 * k + l;
-                let scale = d * (block[192 + at / 16] as i8) as f32;
-                out[at] = scale * ((low | high << 4) as i32 - 32) as f32;
+                out[at] = scales[at / 16] * ((low | high << 4) as i32 - 32) as f32;
             }
         }
     }

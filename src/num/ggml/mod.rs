@@ -6,14 +6,14 @@
 pub mod basic;
 pub mod grids;
 mod iq;
-mod k;
+pub mod k;
 pub mod ternary;
 
 use half::f16;
 
 use crate::num::simd::vectorized;
 
-pub use iq::IQ1_SHIFT;
+pub use iq::{IQ1_SHIFT, iq4_xs_scales};
 
 /// An element type of ggml: how a block of a row's values is stored.
 #[allow(non_camel_case_types, reason = "ggml's own names")]
@@ -188,7 +188,7 @@ fn blocks<const BYTES: usize, const VALUES: usize>(
 
 /// The half-precision number at a byte of a block.
 #[inline(always)]
-fn half_at(block: &[u8], at: usize) -> f32 {
+pub fn half_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 

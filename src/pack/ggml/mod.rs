@@ -11,6 +11,7 @@ mod codebook;
 mod iq1;
 mod iq4;
 mod k;
+pub mod levels;
 mod points;
 mod search;
 

@@ -15,6 +15,11 @@ pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
+/// A file of the repository.
+pub fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
 /// `tokens` and `logits` of a golden file.
 pub fn golden_logits(path: &Path) -> (Vec<u32>, Vec<f32>) {
     let bytes = std::fs::read(path).unwrap();
