@@ -121,7 +121,7 @@ impl Runnable {
 
 /// Opens a folder or a GGUF file, whatever form its weights have.
 pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
-    let opened = if dir.is_file() { format::open_file(dir)? } else { format::open(Checkpoint::open(dir)?)? };
+    let opened = if format::is_file(dir) { format::open_file(dir)? } else { format::open(Checkpoint::open(dir)?)? };
     for warning in &opened.warnings {
         printer.warn(warning);
     }

@@ -72,6 +72,11 @@ pub fn open(checkpoint: Checkpoint) -> Result<Opened, FormatError> {
     }
 }
 
+/// Whether a path is that of a model in one file.
+pub fn is_file(path: &Path) -> bool {
+    path.is_file() && path.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf"))
+}
+
 /// Opens a model that is one file: GGUF.
 pub fn open_file(path: &Path) -> Result<Opened, FormatError> {
     let source = gguf::source::GgufSource::open(path)?;

@@ -82,7 +82,8 @@ impl Quantizing for Job<'_, '_> {
                 matrices.push(linear.weight.clone());
                 continue;
             }
-            let bytes = self.encode(linear, kind, inputs, &mut curvatures).with_context(|| format!("tensor `{name}`"))?;
+            let bytes =
+                self.encode(linear, kind, inputs, &mut curvatures).with_context(|| format!("tensor `{name}`"))?;
             let stored = Ggml { rows: linear.rows, cols: linear.cols, kind, bytes: bytes.clone().into() };
             matrices.push(self.model.backend().load(Weight::Ggml(stored))?);
             self.encoded.insert(name, bytes);

@@ -12,6 +12,7 @@ use crate::backend::weight::Weight;
 use crate::cli::args::{ConvertArgs, FloatArg};
 use crate::cli::interrupt;
 use crate::cli::print::{Printer, bytes};
+use crate::format;
 use crate::format::atomic::OutputFolder;
 use crate::format::pretty;
 use crate::format::safetensors::{TensorSpec, write_sharded};
@@ -19,8 +20,8 @@ use crate::tensor::{Bytes, Dtype};
 
 pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     let located = locate(&args.model, printer)?;
-    if !located.dir.is_file() {
-        bail!("`{}` is a folder already; `convert` makes one of a GGUF file", located.dir.display());
+    if !format::is_file(&located.dir) {
+        bail!("`{}` is no GGUF file; `convert` makes a folder of one", located.dir.display());
     }
     let source = open(&located.dir, std::sync::Arc::new(Cpu), printer)?;
     let (model, checkpoint) = (&source.model, source.model.checkpoint());

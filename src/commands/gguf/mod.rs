@@ -22,9 +22,10 @@ use crate::calibrate::corpus::Corpus;
 use crate::cli::args::{GgufArgs, ImatrixArgs, ImatrixForm};
 use crate::cli::interrupt;
 use crate::cli::print::{Printer, Steps, bytes};
+use crate::format;
 use crate::format::gguf::imatrix::Imatrix;
 use crate::format::gguf::metadata::{self, describe};
-use crate::format::gguf::names::Architecture;
+use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::select::{Choice, ModelFacts, Options, fitting, is_quantized, parse_tensor_type, select};
 use crate::format::gguf::value::Metadata;
@@ -55,7 +56,10 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
         Some(text) => Some(parse_size(text).context("--split-max-size is a number of bytes, or one with M or G")?),
         None => None,
     };
-    if (args.calib.is_some() || args.chunks.is_some()) && args.imatrix.as_deref() != Some("auto") && !args.error_feedback {
+    if (args.calib.is_some() || args.chunks.is_some())
+        && args.imatrix.as_deref() != Some("auto")
+        && !args.error_feedback
+    {
         bail!("--calib and --chunks are for `--imatrix auto` and `--error-feedback`");
     }
     interrupt::listen();
@@ -65,14 +69,8 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let architecture = Architecture::of(model.config.family)?;
     let (own, rope_factors) = described(&located.dir, args, &source, printer)?;
     let all = tensors::of(model, architecture, rope_factors)?;
-    let choices = choose(
-        &all,
-        model.config.layers.len(),
-        &source,
-        architecture,
-        args,
-        imatrix.is_some() || args.error_feedback,
-    )?;
+    let choices =
+        choose(&all, model.config.layers.len(), &source, architecture, args, imatrix.is_some() || args.error_feedback)?;
     let note = imatrix.as_ref().map(|(file, imatrix)| ImportanceNote {
         file: file.clone(),
         dataset: imatrix.datasets.first().cloned(),
@@ -97,7 +95,8 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
         steps: printer.steps(args.kind.name(), planned.len() as u64),
     };
     if args.error_feedback {
-        let (text, windows) = calibration(&source, args.calib.as_deref(), Some(args.chunks.unwrap_or(FEEDBACK_CHUNKS)))?;
+        let (text, windows) =
+            calibration(&source, args.calib.as_deref(), Some(args.chunks.unwrap_or(FEEDBACK_CHUNKS)))?;
         printer.note(format!("error feedback: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
         calibrated::run(model, architecture, &windows, &mut output)?;
     }
@@ -121,7 +120,8 @@ impl Output<'_> {
     /// Writes all tensors up to those of layer `last`; the bytes of some may be there already, rows as the source has
     /// them.
     fn put_through(&mut self, last: i64, encoded: &BTreeMap<String, Vec<u8>>) -> Result<()> {
-        while let Some(&(tensor, kind)) = self.planned.get(self.next).filter(|(tensor, _)| layer(&tensor.name) <= last) {
+        while let Some(&(tensor, kind)) = self.planned.get(self.next).filter(|(tensor, _)| layer(&tensor.name) <= last)
+        {
             match encoded.get(&tensor.name) {
                 Some(bytes) => self.writer.put(&tensor.name, &tensor.in_order(bytes))?,
                 None => self.encode(tensor, kind)?,
@@ -195,9 +195,9 @@ fn described(
     source: &Runnable,
     printer: Printer,
 ) -> Result<(Metadata, Option<Vec<f32>>)> {
-    if path.is_file() {
+    if format::is_file(path) {
         let file = GgufFile::open(path)?;
-        let factors = file.tensor(crate::format::gguf::names::ROPE_FACTORS).map(|tensor| {
+        let factors = file.tensor(ROPE_FACTORS).map(|tensor| {
             let mut values = vec![0.0; tensor.len()];
             tensor.kind.decode(&tensor.bytes, &mut values);
             values

@@ -113,6 +113,30 @@ fn importance_helps_and_repeats() {
     assert!(better < plain, "{better} with importance, {plain} without");
 }
 
+/// The same size and types, and nearer to the source than importance alone brings it.
+#[test]
+fn errors_that_mend_each_other() {
+    let scene = Scene::demo();
+    let data = ["--calib", "calib.txt", "--chunks", "24"];
+    for kind in ["Q4_0", "Q4_K_M", "Q2_K"] {
+        scene.run(&[&["gguf", "--type", kind, "-o", "plain.gguf", "--imatrix", "auto"], &data[..]].concat()).ok();
+        scene.run(&[&["gguf", "--type", kind, "-o", "fed.gguf", "--error-feedback"], &data[..]].concat()).ok();
+        assert_eq!(kinds(&scene.path("fed.gguf")), kinds(&scene.path("plain.gguf")));
+        let divergence = |file: &str| {
+            let args = ["eval", "kl", file, "--text", "eval.txt", "--window", "128", "--json"];
+            scene.run(&args).ok().json()["kl"]["mean"].as_f64().unwrap()
+        };
+        let (plain, fed) = (divergence("plain.gguf"), divergence("fed.gguf"));
+        assert!(fed < 0.9 * plain, "{kind}: {fed} with feedback, {plain} with importance");
+        ["plain.gguf", "fed.gguf"].iter().for_each(|file| fs::remove_file(scene.path(file)).unwrap());
+    }
+    let args = ["gguf", "--type", "Q4_K_M", "--error-feedback", "--calib", "calib.txt", "--chunks", "4", "--threads"];
+    for threads in ["1", "2"] {
+        scene.run(&[&args[..], &[threads, "-o", &format!("fed{threads}.gguf")]].concat()).ok();
+    }
+    assert_eq!(scene.read("fed1.gguf"), scene.read("fed2.gguf"));
+}
+
 /// From an artifact, and from another GGUF file: told, and done.
 #[test]
 fn quantized_sources() {
