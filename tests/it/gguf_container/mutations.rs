@@ -1,5 +1,5 @@
 //! Sound files with random damage: whatever the reader says, it says it without a panic, and what it accepts hangs
-//! together. Some seconds long; `QUANTKIT_FUZZ_CASES` sets another number of cases. `fuzz/` has the same for libFuzzer.
+//! together. Some seconds long; `QUANTKIT_FUZZ_CASES` sets another number of cases. `tests/fuzz` has it for libFuzzer.
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
