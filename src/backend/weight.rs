@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::num::bits;
 use crate::num::ggml::GgmlType;
+use crate::num::simd::vectorized;
 use crate::tensor::{Bytes, Dtype, widen};
 
 /// A matrix of `rows` output channels by `cols` input channels, in the form its file holds.
@@ -81,6 +82,24 @@ impl Weight {
         }
     }
 
+    /// Products of output channels `rows` with one vector, `out[i] = sum_k w[rows.start + i, k] x[k]`, from the stored
+    /// form. A product does not depend on the rows that it is asked for with.
+    pub fn products(&self, rows: Range<usize>, x: &[f32], out: &mut [f32]) {
+        let part = |row: usize| rows.start * row..rows.end * row;
+        match self {
+            Weight::Dense(w) => {
+                let kind = match w.dtype {
+                    Dtype::F16 => GgmlType::F16,
+                    Dtype::BF16 => GgmlType::BF16,
+                    _ => GgmlType::F32,
+                };
+                kind.products(&w.bytes[part(w.cols * w.dtype.size())], x, out);
+            }
+            Weight::Gptq(w) => w.products(rows, x, out),
+            Weight::Ggml(w) => w.kind.products(&w.bytes[part(w.bytes.len() / w.rows)], x, out),
+        }
+    }
+
     /// The whole matrix as f32; for one linear at a time, where a method edits or compares it.
     pub fn to_f32(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.rows() * self.cols()];
@@ -140,4 +159,62 @@ impl Gptq {
             }
         }
     }
+
+    /// A word holds one output channel, so channels stand side by side: each sums up its input channels in order.
+    fn products(&self, rows: Range<usize>, x: &[f32], out: &mut [f32]) {
+        vectorized(|| {
+            for (i, out) in out.chunks_mut(SIDE).enumerate() {
+                let first = rows.start + i * SIDE;
+                match self.bits {
+                    4 => self.side_by_side::<8>(first, x, out),
+                    2 => self.side_by_side::<16>(first, x, out),
+                    8 => self.side_by_side::<4>(first, x, out),
+                    _ => self.side_by_side::<0>(first, x, out),
+                }
+            }
+        });
+    }
+
+    /// `PER` as in [`Self::run`], or 0.
+    #[inline(always)]
+    fn side_by_side<const PER: usize>(&self, first: usize, x: &[f32], out: &mut [f32]) {
+        let (count, mask) = (out.len(), (1u32 << self.bits) - 1);
+        let words = |w: usize| &self.qweight[w * self.rows + first..][..count];
+        let mut sums = [0.0; SIDE];
+        let mut k = 0;
+        while k < self.cols {
+            let group = self.g_idx[k];
+            let end = self.g_idx[k..].iter().position(|&other| other != group).map_or(self.cols, |run| k + run);
+            let at = group as usize * self.rows + first;
+            let (mut zeros, mut products) = ([0.0; SIDE], [0.0; SIDE]);
+            for (to, &zero) in zeros.iter_mut().zip(&self.zeros[at..at + count]) {
+                *to = zero as f32;
+            }
+            while k < end {
+                if PER > 0 && k.is_multiple_of(PER) && k + PER <= end {
+                    let mut packed = [0; SIDE];
+                    packed[..count].copy_from_slice(words(k / PER));
+                    for j in 0..PER {
+                        for l in 0..SIDE {
+                            products[l] += x[k + j] * ((packed[l] & mask) as f32 - zeros[l]);
+                            packed[l] >>= self.bits;
+                        }
+                    }
+                    k += PER;
+                } else {
+                    for l in 0..count {
+                        products[l] += x[k] * (bits::get(|w| words(w)[l], k, self.bits) as f32 - zeros[l]);
+                    }
+                    k += 1;
+                }
+            }
+            for ((sum, product), scale) in sums.iter_mut().zip(products).zip(&self.scales[at..at + count]) {
+                *sum += scale * product;
+            }
+        }
+        out.copy_from_slice(&sums[..count]);
+    }
 }
+
+/// Output channels of GPTQ integers that are multiplied side by side.
+const SIDE: usize = 32;

@@ -16,6 +16,8 @@ const GRAM_TILE: usize = TILE;
 const GRAM_ROWS: usize = 256;
 /// Output rows per task.
 const CHUNK: usize = 1024;
+/// Weights that one vector is multiplied with per task.
+const AT_ONCE: usize = 1 << 16;
 
 /// A strided view for [`product`]: element (r, c) is `data[r * row + c * col]`.
 #[derive(Clone, Copy)]
@@ -120,6 +122,12 @@ pub fn linear(
         // SAFETY: tasks own disjoint tiles `rows` x `cols` of `out`, which the assertion above sized.
         unsafe { raw(shared.0.add(rows.start * n + cols.start), n, false, 1.0, a, b) }
     });
+}
+
+/// `out[n] = sum_k x[k] w[n, k]` for one vector `x`, of which `products(rows, out)` gives the sums of some rows of w.
+pub fn linear_of_one(k: usize, products: &(dyn Fn(Range<usize>, &mut [f32]) + Sync), out: &mut [f32]) {
+    let rows = (AT_ONCE / k.max(1)).max(1);
+    out.par_chunks_mut(rows).enumerate().for_each(|(i, out)| products(i * rows..i * rows + out.len(), out));
 }
 
 /// Adds the lower triangle of X'X to `acc` (`k` x `k`, row-major). Products of [`GRAM_ROWS`] rows are summed in

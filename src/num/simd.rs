@@ -30,6 +30,16 @@ pub fn exp(x: f32) -> f32 {
     f32::from_bits(((n as i32 + 127) << 23) as u32) * p
 }
 
+/// The value of a half-precision number, without branches, so that loops over many are vectorized.
+#[inline(always)]
+pub fn half(bits: u16) -> f32 {
+    // Exponent and fraction in the places of f32 stand for the value times 2^-112, also below the normal range.
+    let magnitude = f32::from_bits((bits as u32 & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
+    // Infinities and NaN have come out as 2^16 and above.
+    let wide = if magnitude >= 65536.0 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(magnitude.to_bits() | wide | (bits as u32 & 0x8000) << 16)
+}
+
 /// Dot product with sixteen running sums: one order of additions for every vector width.
 #[inline(always)]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
@@ -116,6 +126,17 @@ mod tests {
         let (mut x, mut y) = (a.clone(), a.clone());
         assert_eq!(vectorized(|| exp_in_place(&mut x, 1.0)), exp_in_place(&mut y, 1.0));
         assert_eq!(x, y);
+    }
+
+    #[test]
+    fn every_half_widens() {
+        for bits in 0..=u16::MAX {
+            let (found, want) = (half(bits), half::f16::from_bits(bits).to_f32());
+            assert!(
+                found.to_bits() == want.to_bits() || found.is_nan() && want.is_nan(),
+                "{bits:#x}: {found}, not {want}"
+            );
+        }
     }
 
     #[test]

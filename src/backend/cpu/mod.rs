@@ -1,4 +1,5 @@
-//! The CPU backend, and the reference for the others: f32 throughout, stored weights widened by panels.
+//! The CPU backend, and the reference for the others: f32 throughout, stored weights widened by panels, or multiplied
+//! from their stored form where there is one row.
 
 mod attention;
 mod elementwise;
@@ -108,7 +109,11 @@ impl Backend for Cpu {
     fn linear(&self, x: &Tensor, weight: &Matrix, bias: Option<&Tensor>) -> Done<Tensor> {
         let weight = weight.weight();
         let mut out = Tensor::zeros(x.rows, weight.rows());
-        matmul::linear(x.as_host(), x.rows, x.cols, weight.rows(), &|rows, b| weight.panel(rows, b), out.as_host_mut());
+        let (host, n) = (x.as_host(), weight.rows());
+        match x.rows {
+            1 => matmul::linear_of_one(x.cols, &|rows, out| weight.products(rows, host, out), out.as_host_mut()),
+            t => matmul::linear(host, t, x.cols, n, &|rows, b| weight.panel(rows, b), out.as_host_mut()),
+        }
         if let Some(bias) = bias {
             elementwise::add_row(out.as_host_mut(), bias.as_host());
         }

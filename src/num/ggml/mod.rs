@@ -7,6 +7,7 @@ pub mod basic;
 pub mod grids;
 mod iq;
 pub mod k;
+mod product;
 pub mod ternary;
 
 use half::f16;
