@@ -218,3 +218,98 @@ impl Gptq {
 
 /// Output channels of GPTQ integers that are multiplied side by side.
 const SIDE: usize = 32;
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::Cpu;
+    use crate::backend::tensor::Tensor;
+    use crate::backend::{Backend, Matrix};
+
+    fn noise(n: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / 8_388_608.0 - 1.0
+        };
+        (0..n).map(|_| next()).collect()
+    }
+
+    fn gptq(bits: u8, rows: usize, cols: usize, group: usize, scattered: bool) -> Weight {
+        let groups = cols.div_ceil(group);
+        let top = (1u32 << bits) - 1;
+        let g_idx = (0..cols).map(|k| if scattered { k * 7 % groups } else { k / group } as u32).collect();
+        Weight::Gptq(Arc::new(Gptq {
+            rows,
+            cols,
+            bits,
+            qweight: noise(cols * bits as usize / 32 * rows, 5)
+                .iter()
+                .map(|v| v.to_bits().wrapping_mul(0x9e37_79b9))
+                .collect(),
+            zeros: noise(groups * rows, 6).iter().map(|v| ((v + 1.0) / 2.0 * top as f32) as u8).collect(),
+            scales: noise(groups * rows, 7),
+            g_idx,
+        }))
+    }
+
+    /// Odd numbers of rows, groups that end inside a word, rows that several tasks share.
+    fn weights() -> Vec<Weight> {
+        let mut all = Vec::new();
+        for bits in [2, 3, 4, 8] {
+            for (rows, cols, group, scattered) in [
+                (1, 32, 32, false),
+                (77, 128, 64, false),
+                (33, 96, 20, false),
+                (40, 64, 16, true),
+                (801, 256, 128, false),
+            ] {
+                all.push(gptq(bits, rows, cols, group, scattered));
+            }
+        }
+        for (dtype, size) in [(Dtype::F32, 4), (Dtype::F16, 2), (Dtype::BF16, 2)] {
+            for (rows, cols) in [(1, 1), (7, 77), (1203, 300)] {
+                let values = noise(rows * cols, 9);
+                let bytes: Vec<u8> = match dtype {
+                    Dtype::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+                    Dtype::F16 => values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
+                    _ => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
+                };
+                assert_eq!(bytes.len(), rows * cols * size);
+                all.push(Weight::Dense(Dense { rows, cols, dtype, bytes: bytes.into() }));
+            }
+        }
+        let (rows, cols) = (1001, 256);
+        let scale = half::f16::from_f32(0.02).to_le_bytes();
+        let mut bytes: Vec<u8> = noise(rows * 8 * 18, 4).iter().map(|v| (v.to_bits() >> 9) as u8).collect();
+        bytes.chunks_exact_mut(18).for_each(|block| block[..2].copy_from_slice(&scale));
+        all.push(Weight::Ggml(Ggml { rows, cols, kind: GgmlType::Q4_0, bytes: bytes.into() }));
+        all
+    }
+
+    /// One row of activations, and the same row twice, which goes through panels.
+    #[test]
+    fn products_are_those_of_panels_for_any_number_of_threads() {
+        for weight in weights() {
+            let (rows, cols) = (weight.rows(), weight.cols());
+            let what = format!("{:?}", (rows, cols, weight.to_f32().first()));
+            let x = noise(cols, 3);
+            let matrix = Matrix::Host(weight.clone());
+            let on = |threads: usize, t: usize| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let out = pool.install(|| Cpu.linear(&Tensor::host(t, cols, x.repeat(t)), &matrix, None)).unwrap();
+                out.as_host()[..rows].to_vec()
+            };
+            let (one, panels) = (on(1, 1), on(1, 2));
+            let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+            let values = weight.to_f32();
+            for (n, (found, panel)) in one.iter().zip(&panels).enumerate() {
+                let length = |v: &[f32]| v.iter().map(|v| v * v).sum::<f32>().sqrt();
+                let size = length(&values[n * cols..][..cols]) * length(&x);
+                assert!((found - panel).abs() <= 1e-5 * size, "{what}, output {n}: {found}, not {panel}");
+            }
+            assert_eq!(bits(on(3, 1)), bits(one), "{what}");
+        }
+    }
+}

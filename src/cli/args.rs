@@ -51,6 +51,8 @@ pub enum Command {
     Eval(EvalCommand),
     /// Let a model or an artifact write text
     Generate(GenerateArgs),
+    /// Tell what a model folder, an artifact or a GGUF file is, without reading its weights
+    Inspect(InspectArgs),
     /// Show what is known: model families, consumers, formats
     List(ListArgs),
 }
@@ -264,6 +266,9 @@ pub struct GgufArgs {
     /// File to write [default: named after model and type, in the current folder]
     #[arg(long, short, value_name = "FILE")]
     pub out: Option<PathBuf>,
+    /// Replace a GGUF file that stands there already
+    #[arg(long)]
+    pub overwrite: bool,
     /// Importance of the input channels: a file of `imatrix` or llama.cpp, or `auto` to gather it now
     #[arg(long, value_name = "FILE|auto")]
     pub imatrix: Option<String>,
@@ -337,9 +342,12 @@ pub enum ImatrixForm {
 
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
-    #[command(flatten)]
-    pub model: ModelArgs,
-    /// Folder to write [default: named after the file, in the current folder]
+    /// GGUF file (of a split one the first part)
+    pub file: PathBuf,
+    /// What to make of it
+    #[arg(long, value_enum, default_value_t = ConvertTo::Safetensors)]
+    pub to: ConvertTo,
+    /// Folder to write [default: named after file and number type, in the current folder]
     #[arg(long, short, value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Number type of the weights
@@ -351,6 +359,12 @@ pub struct ConvertArgs {
     /// One JSON object on stdout, nothing else
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ConvertTo {
+    /// A Hugging Face folder
+    Safetensors,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -507,6 +521,15 @@ pub struct GenerateArgs {
     /// Do not stop at end-of-sequence tokens
     #[arg(long)]
     pub ignore_eos: bool,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// Model folder, artifact or GGUF file (of a split one the first part)
+    pub path: PathBuf,
     /// One JSON object on stdout, nothing else
     #[arg(long)]
     pub json: bool,

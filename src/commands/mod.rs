@@ -5,6 +5,7 @@ mod eval_kl;
 mod eval_ppl;
 mod generate;
 pub mod gguf;
+mod inspect;
 mod list;
 mod open;
 mod quantize;
@@ -28,6 +29,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Eval(EvalCommand::Ppl(args)) => eval_ppl::run(&args, printer(args.json)),
         Command::Eval(EvalCommand::Kl(args)) => eval_kl::run(&args, printer(args.json)),
         Command::Generate(args) => generate::run(&args, printer(args.json)),
+        Command::Inspect(args) => inspect::run(&args, printer(args.json)),
         Command::List(args) => list::run(printer(args.json)),
     }
 }

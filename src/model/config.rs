@@ -95,6 +95,22 @@ fn bad(key: &str, found: &Value, wanted: &str) -> ConfigError {
 }
 
 impl ModelConfig {
+    /// The linears of all blocks: path, output channels, input channels.
+    pub fn linears(&self) -> Vec<(String, usize, usize)> {
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let of_block = [
+            ("self_attn.q_proj", q, self.hidden),
+            ("self_attn.k_proj", kv, self.hidden),
+            ("self_attn.v_proj", kv, self.hidden),
+            ("self_attn.o_proj", self.hidden, q),
+            ("mlp.gate_proj", self.intermediate, self.hidden),
+            ("mlp.up_proj", self.intermediate, self.hidden),
+            ("mlp.down_proj", self.hidden, self.intermediate),
+        ];
+        let named = |i| of_block.map(|(name, rows, cols)| (format!("{}.{name}", self.block_path(i)), rows, cols));
+        (0..self.layers.len()).flat_map(named).collect()
+    }
+
     /// Settles a `config.json`. `shape_of` gives the shape of the first tensor whose name starts with a given
     /// text: the multimodal wrappers changed their names over time, and Gemma 3 leaves `vocab_size` unsaid.
     pub fn parse<'a>(json: &Value, shape_of: impl Fn(&str) -> Option<&'a [usize]>) -> Result<Self, ConfigError> {

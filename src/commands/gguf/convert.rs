@@ -1,15 +1,16 @@
 //! `quantkit convert`: a GGUF file becomes a Hugging Face folder again.
 
 use std::error::Error;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use half::{bf16, f16};
 use serde_json::json;
 
-use super::super::open::{locate, open};
+use super::super::open::open;
 use crate::backend::cpu::Cpu;
 use crate::backend::weight::Weight;
-use crate::cli::args::{ConvertArgs, FloatArg};
+use crate::cli::args::{ConvertArgs, ConvertTo, FloatArg};
 use crate::cli::interrupt;
 use crate::cli::print::{Printer, bytes};
 use crate::format;
@@ -19,18 +20,20 @@ use crate::format::safetensors::{TensorSpec, write_sharded};
 use crate::tensor::{Bytes, Dtype};
 
 pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
-    let located = locate(&args.model, printer)?;
-    if !format::is_file(&located.dir) {
-        bail!("`{}` is no GGUF file; `convert` makes a folder of one", located.dir.display());
+    // One form for now.
+    let ConvertTo::Safetensors = args.to;
+    if !format::is_file(&args.file) {
+        bail!("`{}` is no GGUF file; `convert` makes a folder of one", args.file.display());
     }
-    let source = open(&located.dir, std::sync::Arc::new(Cpu), printer)?;
+    let source = open(&args.file, Arc::new(Cpu), printer)?;
     let (model, checkpoint) = (&source.model, source.model.checkpoint());
-    let dtype = match args.dtype {
-        FloatArg::F32 => Dtype::F32,
-        FloatArg::F16 => Dtype::F16,
-        FloatArg::Bf16 => Dtype::BF16,
+    let (dtype, short) = match args.dtype {
+        FloatArg::F32 => (Dtype::F32, "f32"),
+        FloatArg::F16 => (Dtype::F16, "f16"),
+        FloatArg::Bf16 => (Dtype::BF16, "bf16"),
     };
-    let out = args.out.clone().unwrap_or_else(|| located.name.clone().into());
+    let name = args.file.file_stem().unwrap_or_default().to_string_lossy();
+    let out = args.out.clone().unwrap_or_else(|| format!("{name}-{short}").into());
     interrupt::listen();
     let folder = OutputFolder::create(&out)?;
     let specs: Vec<TensorSpec> = checkpoint

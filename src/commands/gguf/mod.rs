@@ -29,7 +29,9 @@ use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::select::{Choice, ModelFacts, Options, fitting, is_quantized, parse_tensor_type, select};
 use crate::format::gguf::value::Metadata;
-use crate::format::gguf::write::{ImportanceNote, Plan, TensorSpec, Writer, layer, parse_size, quantized_metadata};
+use crate::format::gguf::write::{
+    ImportanceNote, Plan, TensorSpec, WriteError, Writer, layer, parse_size, quantized_metadata, require_free,
+};
 use crate::model::tokenizer::{BosHabit, BosMode, BosRule};
 use crate::num::ggml::GgmlType;
 use crate::pack::ggml::encode;
@@ -52,6 +54,7 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
         ));
     }
     let out = args.out.clone().unwrap_or_else(|| format!("{}-{}.gguf", located.name, args.kind.name()).into());
+    free(&out, args, &located.dir)?;
     let max_part = match &args.split_max_size {
         Some(text) => Some(parse_size(text).context("--split-max-size is a number of bytes, or one with M or G")?),
         None => None,
@@ -88,7 +91,7 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let plan = Plan::new(&out, &quantized_metadata(&own, args.kind, note.as_ref()), specs, max_part)?;
     let size = plan.bytes();
     let mut output = Output {
-        writer: Writer::create(plan)?,
+        writer: if args.overwrite { Writer::replace(plan)? } else { Writer::create(plan)? },
         planned: &planned,
         next: 0,
         imatrix: imatrix.as_ref(),
@@ -105,6 +108,24 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     drop(steps);
     let files = writer.finish()?;
     summary(args, &files, size, &planned, &choices, began, printer)
+}
+
+/// Refuses before any work a file that would not be replaced after it.
+fn free(out: &Path, args: &GgufArgs, source: &Path) -> Result<()> {
+    if args.split_max_size.is_some() {
+        // Parts have names of their own, which the plan tells.
+        return Ok(());
+    }
+    if out.canonicalize().is_ok_and(|out| source.canonicalize().is_ok_and(|source| out == source)) {
+        bail!("`{}` is the source; name another file with --out", out.display());
+    }
+    match require_free(out, args.overwrite) {
+        Err(WriteError::Exists(_)) if require_free(out, true).is_ok() => {
+            bail!("`{}` exists already; name another file with --out, or --overwrite it", out.display())
+        }
+        Err(WriteError::Exists(_)) => bail!("`{}` exists already; name another file with --out", out.display()),
+        other => Ok(other?),
+    }
 }
 
 /// The file as it is written: tensors in the planned order.

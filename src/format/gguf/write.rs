@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
@@ -48,6 +48,8 @@ impl TensorSpec {
 pub enum WriteError {
     #[error("`{0}` exists already; name a new file or remove it first")]
     Exists(PathBuf),
+    #[error("`{0}` exists and is no GGUF file; it will not be replaced")]
+    Foreign(PathBuf),
     #[error("cannot write `{path}`: {source}")]
     Io { path: PathBuf, source: io::Error },
     #[error(transparent)]
@@ -315,15 +317,38 @@ pub struct Writer {
     /// Folders that were not there before, the outermost first.
     made: Vec<PathBuf>,
     finished: bool,
+    replaces: bool,
+}
+
+/// Whether a file may be written to `path`: nothing may be there, or with `replaces` a GGUF file.
+pub fn require_free(path: &Path, replaces: bool) -> Result<(), WriteError> {
+    if fs::symlink_metadata(path).is_err() {
+        return Ok(());
+    }
+    if !replaces {
+        return Err(WriteError::Exists(path.into()));
+    }
+    let mut start = [0; MAGIC.len()];
+    // Pipes and devices are not to be waited for.
+    let read = fs::metadata(path).is_ok_and(|found| found.is_file())
+        && File::open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok();
+    if read && start == MAGIC { Ok(()) } else { Err(WriteError::Foreign(path.into())) }
 }
 
 impl Writer {
     /// Starts writing. No file may have the name of a planned one, and all of them must fit on the disk.
     pub fn create(plan: Plan) -> Result<Self, WriteError> {
-        let mut writer = Self { plan, files: vec![], done: 0, filled: 0, made: vec![], finished: false };
-        if let Some(path) = writer.plan.paths().find(|path| fs::symlink_metadata(path).is_ok()) {
-            return Err(WriteError::Exists(path.into()));
-        }
+        Self::start(plan, false)
+    }
+
+    /// Like [`Writer::create`], but GGUF files may be there: each is replaced in one step when all are complete.
+    pub fn replace(plan: Plan) -> Result<Self, WriteError> {
+        Self::start(plan, true)
+    }
+
+    fn start(plan: Plan, replaces: bool) -> Result<Self, WriteError> {
+        let mut writer = Self { plan, files: vec![], done: 0, filled: 0, made: vec![], finished: false, replaces };
+        writer.plan.paths().try_for_each(|path| require_free(path, replaces))?;
         let (parent, _) = atomic::split(&writer.plan.parts[0].path)?;
         atomic::require_space(&parent, writer.plan.bytes())?;
         writer.made = parent.ancestors().take_while(|p| *p != Path::new("") && !p.exists()).map(Into::into).collect();
@@ -374,9 +399,7 @@ impl Writer {
             let synced = hidden.file.flush().and_then(|()| hidden.file.get_ref().sync_all());
             synced.map_err(|source| WriteError::Io { path: part.path.clone(), source })?;
         }
-        if let Some(path) = self.plan.paths().find(|path| fs::symlink_metadata(path).is_ok()) {
-            return Err(WriteError::Exists(path.into()));
-        }
+        self.plan.paths().try_for_each(|path| require_free(path, self.replaces))?;
         for (i, (hidden, part)) in self.files.iter().zip(&self.plan.parts).enumerate().rev() {
             if let Err(source) = fs::rename(&hidden.path, &part.path) {
                 // Parts without a first one are of no use.

@@ -62,13 +62,13 @@ struct Task<'a> {
 
 impl Task<'_> {
     fn with(self, decode: impl Decode) {
-        run(Decoding { task: self, decode });
+        run(Decoding { task: self, decode: &decode });
     }
 }
 
 struct Decoding<'a, D> {
     task: Task<'a>,
-    decode: D,
+    decode: &'a D,
 }
 
 /// A run of values, `w[i] * scales[i / 16] - mins[i / 16]`.
@@ -180,7 +180,7 @@ impl<D: Decode> Decoding<'_, D> {
                 let (whole, rest) = run.w[..x.len()].as_chunks::<LANES>();
                 let (whole_x, rest_x) = x.as_chunks::<LANES>();
                 for (j, (w, x)) in whole.iter().zip(whole_x).enumerate() {
-                    let (w, x): (&[[S::f32s; N]], &[[S::f32s; N]]) = (vectors(w), vectors(x));
+                    let (w, x) = (vectors::<S::f32s, N>(w), vectors::<S::f32s, N>(x));
                     for h in 0..2 {
                         let scale = simd.splat_f32s(run.scales[2 * j + h]);
                         let min = simd.splat_f32s(run.mins[2 * j + h]);
@@ -269,9 +269,7 @@ fn fifth_bits(bits: u8) -> u64 {
 #[inline(always)]
 fn q8_0(block: &[u8; 34], (codes, scales, _): Parts<32>) {
     scales.fill(scale_at(block, 0));
-    for j in 0..32 {
-        codes[j] = block[2 + j];
-    }
+    codes.copy_from_slice(&block[2..]);
 }
 
 /// Scales and minima of Q4_K and Q5_K, each for 32 values.
@@ -381,7 +379,7 @@ mod tests {
 
     #[test]
     fn every_width_gives_the_same_bits() {
-        fn check<D: Decode>(kind: GgmlType, decode: D) {
+        fn check(kind: GgmlType, decode: &impl Decode) {
             for &cols in columns(kind) {
                 let (bytes, x) = (rows(kind, 3, cols), noise(cols, 7));
                 let (mut wide, mut narrow) = ([f32::NAN; 3], [f32::NAN; 3]);
@@ -390,11 +388,11 @@ mod tests {
                 assert_eq!(wide.map(f32::to_bits), narrow.map(f32::to_bits), "{kind}, {cols} columns");
             }
         }
-        check(F16, Numbers(|b| half(u16::from_le_bytes(b))));
-        check(Q4_0, Codes::<_, _, _, 8, false>(q4_0));
-        check(Q5_K, Codes::<_, _, _, 0, true>(q5_k));
-        check(Q6_K, Codes::<_, _, _, 32, false>(q6_k));
-        check(IQ3_S, Blocks(iq::iq3_s));
+        check(F16, &Numbers(|b| half(u16::from_le_bytes(b))));
+        check(Q4_0, &Codes::<_, _, _, 8, false>(q4_0));
+        check(Q5_K, &Codes::<_, _, _, 0, true>(q5_k));
+        check(Q6_K, &Codes::<_, _, _, 32, false>(q6_k));
+        check(IQ3_S, &Blocks(iq::iq3_s));
     }
 
     #[test]
