@@ -54,7 +54,25 @@ fn help(command_line: &[&str], parts: &[&[&str]]) {
 
 #[test]
 fn every_command_explains_itself() {
-    help(&[], &[&["gptq", "rtn", "eval", "generate", "list", "--version", "Exit codes", "130"], &GLOBAL]);
+    help(
+        &[],
+        &[
+            &[
+                "gptq",
+                "rtn",
+                "eval",
+                "gguf",
+                "convert",
+                "inspect",
+                "generate",
+                "list",
+                "--version",
+                "Exit codes",
+                "130",
+            ],
+            &GLOBAL,
+        ],
+    );
     help(&["gptq"], &[&GLOBAL, &MODEL, &SCHEME, &CALIBRATION, &OUTPUT, &GPTQ]);
     help(&["rtn"], &[&GLOBAL, &MODEL, &SCHEME, &CALIBRATION, &OUTPUT, &["--grid"]]);
     help(&["eval"], &[&["ppl", "kl"]]);
@@ -75,6 +93,9 @@ fn every_command_explains_itself() {
         "--json",
     ];
     help(&["generate"], &[&GLOBAL, &MODEL, &generate]);
+    help(&["gguf"], &[&GLOBAL, &MODEL, &["--type", "--out", "--overwrite", "--imatrix", "--tensor-type", "--json"]]);
+    help(&["convert"], &[&GLOBAL, &["<FILE>", "--to", "safetensors", "--out", "--dtype", "--json"]]);
+    help(&["inspect"], &[&GLOBAL, &["<PATH>", "--json"]]);
     help(&["list"], &[&GLOBAL, &["--json"]]);
 }
 

@@ -6,6 +6,7 @@ mod divergence;
 mod evaluate;
 mod generate;
 mod gguf;
+mod inspect;
 mod interruption;
 mod rules;
 

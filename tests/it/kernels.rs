@@ -152,6 +152,35 @@ fn sources_of(file: &str) -> Vec<String> {
     [file.to_owned()].into_iter().chain(found).collect()
 }
 
+/// The grids stand twice: kernels cannot read Rust.
+#[test]
+fn kernels_have_the_grids_of_the_cpu() {
+    use quantkit::num::ggml::grids;
+    let text = read(&folder().join("ggml_grids.cuh"));
+    let mut found: BTreeMap<&str, Vec<u16>> = BTreeMap::new();
+    for array in text.split("static __device__ const uint16_t GRID_").skip(1) {
+        let (head, rest) = array.split_once("] = {").unwrap();
+        let (name, count) = head.split_once('[').unwrap();
+        let (numbers, _) = rest.split_once("};").unwrap();
+        let numbers: Vec<u16> =
+            numbers.split(',').map(str::trim).filter(|n| !n.is_empty()).map(|n| n.parse().unwrap()).collect();
+        assert_eq!(numbers.len(), count.parse::<usize>().unwrap(), "{name}");
+        found.insert(name, numbers);
+    }
+    let wanted: [(&str, &[u16]); 6] = [
+        ("IQ2_XXS", &grids::IQ2_XXS),
+        ("IQ2_XS", &grids::IQ2_XS),
+        ("IQ2_S", &grids::IQ2_S),
+        ("IQ3_XXS", &grids::IQ3_XXS),
+        ("IQ3_S", &grids::IQ3_S),
+        ("IQ1", &grids::IQ1),
+    ];
+    assert_eq!(found.len(), wanted.len());
+    for (name, grid) in wanted {
+        assert!(found[name] == grid, "{name}");
+    }
+}
+
 #[test]
 fn every_kernel_file_has_its_ptx() {
     let sources: BTreeSet<_> = kernel_files().into_keys().collect();

@@ -1,5 +1,6 @@
 //! Whole models: logits, text, several sequences, weights that do not fit.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,11 +11,14 @@ use quantkit::backend::{Backend, spans_of};
 use quantkit::checkpoint::Checkpoint;
 use quantkit::engine::generate::{Session, generate};
 use quantkit::engine::sampler::{Sampler, SamplerOptions};
+use quantkit::format::{self, gguf::read::GgufFile};
 use quantkit::model::Model;
 use quantkit::model::source::DenseSource;
+use quantkit::num::ggml::GgmlType;
 
 use super::cuda;
 use crate::families::check_on;
+use crate::support::scene::Scene;
 use crate::support::{fixture, golden_logits};
 
 macro_rules! families {
@@ -85,6 +89,35 @@ fn greedy_text_is_the_cpus() {
             let model = demo(cuda(CudaOptions { graphs, ..options.clone() }));
             assert_eq!(greedy_text(&model, prompt), wanted, "graphs {graphs}");
         }
+    }
+}
+
+/// A GGUF file with blocks of many types, from the file to the text.
+#[test]
+fn greedy_text_of_mixed_blocks_is_the_cpus() {
+    let scene = Scene::demo();
+    let types = [
+        "attn_q=Q5_0",
+        "attn_k=Q8_0",
+        "attn_v=IQ4_XS",
+        "attn_output=Q6_K",
+        "ffn_gate=Q4_K",
+        "ffn_up=Q3_K",
+        "blk.0.ffn_down=Q5_K",
+        "ffn_down=Q4_0",
+    ];
+    let mut args = vec!["gguf", "--type", "Q4_K_M", "--token-embedding-type", "Q6_K", "-o", "mixed.gguf"];
+    types.iter().for_each(|kind| args.extend(["--tensor-type", kind]));
+    scene.run(&args).ok();
+    let path = scene.path("mixed.gguf");
+    let kinds: BTreeSet<GgmlType> = GgufFile::open(&path).unwrap().tensors().iter().map(|t| t.kind).collect();
+    assert_eq!(kinds.len(), 9, "{kinds:?}");
+    let open = |backend| Model::open(format::open_file(&path).unwrap().source, backend).unwrap();
+    let (tokens, _) = golden_logits(&fixture("demo/logits.safetensors"));
+    let wanted = greedy_text(&open(Arc::new(Cpu)), &tokens[..9]);
+    for graphs in [true, false] {
+        let model = open(cuda(CudaOptions { graphs, ..Default::default() }));
+        assert_eq!(greedy_text(&model, &tokens[..9]), wanted, "graphs {graphs}");
     }
 }
 

@@ -187,10 +187,27 @@ fn types_by_tensor_and_split_files() {
 }
 
 #[test]
+fn files_are_replaced_when_asked() {
+    let scene = Scene::demo();
+    scene.run(&["gguf", "--type", "Q8_0", "-o", "model.gguf"]).ok();
+    scene.refused(&["gguf", "--type", "Q4_0", "-o", "model.gguf"], &["`model.gguf` exists already", "--overwrite"]);
+    scene.run(&["gguf", "--type", "Q4_0", "-o", "model.gguf", "--overwrite"]).ok();
+    scene.run(&["gguf", "--type", "Q4_0", "-o", "fresh.gguf", "--overwrite"]).ok();
+    assert_eq!(scene.read("model.gguf"), scene.read("fresh.gguf"));
+    let cut = ["gguf", "--type", "Q8_0", "-o", "cut.gguf", "--split-max-size", "1M"];
+    scene.run(&cut).ok();
+    scene.refused(&cut, &["-00001-of-", "exists already"]);
+    let before = scene.listing();
+    scene.run(&[&cut[..], &["--overwrite"]].concat()).ok();
+    assert_eq!(scene.listing(), before);
+}
+
+#[test]
 fn folders_made_of_files() {
     let scene = Scene::demo();
     scene.run(&["gguf", "--type", "F16", "-o", "model.gguf"]).ok();
-    scene.run(&["convert", "model.gguf", "-o", "folder"]).ok();
+    scene.run(&["convert", "model.gguf", "--to", "safetensors"]).ok();
+    fs::rename(scene.path("model-f16"), scene.path("folder")).unwrap();
     let made = tensors(&scene.path("folder/model.safetensors"));
     let own = tensors(&Path::new(env!("CARGO_MANIFEST_DIR")).join("calib/demo/target/model.safetensors"));
     for (name, tensor) in &own {
@@ -213,7 +230,13 @@ fn what_is_refused() {
     scene.fails(&["eval", "ppl", "broken.gguf"], 2, &["broken.gguf"]);
     scene.write("x.gguf", "");
     scene.fails(&["gguf", "--type", "Q8_0", "-o", "x.gguf"], 2, &["`x.gguf` exists already"]);
+    scene.fails(&["gguf", "--overwrite", "-o", "x.gguf"], 2, &["`x.gguf` exists and is no GGUF file"]);
+    scene.fails(&["gguf", "--overwrite", "-o", "tmp"], 2, &["`tmp` exists and is no GGUF file"]);
     scene.run(&["gguf", "--type", "Q8_0", "-o", "eight.gguf"]).ok();
     scene.fails(&["gptq", "eight.gguf", "-o", "out"], 2, &["is quantized already (by gguf)"]);
+    scene.fails(&["gguf", "eight.gguf", "--overwrite", "-o", "eight.gguf"], 2, &["`eight.gguf` is the source"]);
     scene.fails(&["convert", "calib.txt", "-o", "out"], 2, &["calib.txt"]);
+    scene.run(&["convert", "eight.gguf", "--to", "onnx"]).ended(2).says(&["safetensors"]);
+    // It computes nothing that a device would do.
+    scene.run(&["convert", "eight.gguf", "--device", "cpu"]).ended(2).says(&["--device"]);
 }

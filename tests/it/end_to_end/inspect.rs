@@ -1,0 +1,157 @@
+//! `quantkit inspect`: folders, artifacts and GGUF files.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::support::scene::Scene;
+
+/// The keys of the object, which programs rely on.
+const KEYS: [&str; 22] = [
+    "path",
+    "format",
+    "files",
+    "bytes",
+    "method",
+    "variant",
+    "bits",
+    "group_size",
+    "symmetric",
+    "parameters",
+    "quantized_parameters",
+    "bits_per_weight",
+    "bits_per_quantized_weight",
+    "architecture",
+    "runs",
+    "tensors",
+    "tokenizer",
+    "chat_template",
+    "quantization_config",
+    "metadata",
+    "manifest",
+    "consumers",
+];
+
+#[track_caller]
+fn inspect(scene: &Scene, path: &str) -> Value {
+    let before = scene.listing();
+    let found = scene.run(&["inspect", path, "--json"]).ok().json();
+    let keys: Vec<&String> = found.as_object().unwrap().keys().collect();
+    assert_eq!(keys, [&KEYS[..], &["warnings"]].concat());
+    let text = scene.run(&["inspect", path]).ok();
+    assert!(text.stdout.contains("architecture"), "{}", text.stdout);
+    assert_eq!(scene.listing(), before);
+    found
+}
+
+/// Bytes of the tensors, by type, are those of the files but for headers.
+fn tensor_bytes(found: &Value) -> u64 {
+    found["tensors"].as_array().unwrap().iter().map(|t| t["bytes"].as_u64().unwrap()).sum()
+}
+
+#[test]
+fn floats_artifact_and_gguf_of_one_model() {
+    let scene = Scene::tiny("llama");
+    let floats = inspect(&scene, "model");
+    assert_eq!(floats["format"], "safetensors");
+    assert_eq!((&floats["method"], &floats["bits"], &floats["consumers"]), (&json!(null), &json!(null), &json!(null)));
+    assert_eq!(floats["quantized_parameters"], 0);
+    assert_eq!((&floats["runs"], &floats["warnings"]), (&json!(true), &json!([])));
+    assert_eq!((&floats["tokenizer"], &floats["chat_template"]), (&json!("tokenizer.json"), &json!(false)));
+    let config = scene.json("model/config.json");
+    for (key, name) in [("layers", "num_hidden_layers"), ("hidden", "hidden_size"), ("heads", "num_attention_heads")] {
+        assert_eq!(floats["architecture"][key], config[name], "{key}");
+    }
+    let parameters = floats["parameters"].as_u64().unwrap();
+    let bits = floats["bits_per_weight"].as_f64().unwrap();
+    assert_eq!((bits * parameters as f64 / 8.0).round() as u64, tensor_bytes(&floats));
+    assert!(bits == 16.0 || bits == 32.0, "{bits}");
+
+    scene.tiny_run(&["rtn", "model", "--bits", "8", "-o", "w8", "--no-eval"]).ok();
+    let artifact = inspect(&scene, "w8");
+    assert_eq!((&artifact["method"], &artifact["variant"]), (&json!("gptq"), &json!("gptq")));
+    assert_eq!((&artifact["bits"], &artifact["group_size"]), (&json!(8), &json!(32)));
+    assert_eq!(artifact["symmetric"], true);
+    assert_eq!(artifact["parameters"], floats["parameters"]);
+    let linears = artifact["quantized_parameters"].as_u64().unwrap();
+    assert!(linears > 0 && linears < parameters, "{linears}");
+    // Codes, a scale and a zero point for 32 of them, and the group of each input channel.
+    let bits = artifact["bits_per_quantized_weight"].as_f64().unwrap();
+    assert!(bits > 8.0 + 24.0 / 32.0 && bits < 10.5, "{bits}");
+    assert_eq!(artifact["quantization_config"], scene.json("w8/config.json")["quantization_config"]);
+    assert!(artifact["manifest"]["tool"].as_str().unwrap().starts_with("quantkit "));
+    let loads: Vec<bool> =
+        artifact["consumers"].as_array().unwrap().iter().map(|c| c["loads"].as_bool().unwrap()).collect();
+    assert_eq!(loads, [true; 5]);
+    scene.tiny_run(&["rtn", "model", "--bits", "4", "--asym", "-o", "a4", "--no-eval"]).ok();
+    let asymmetric = inspect(&scene, "a4");
+    assert_eq!((&asymmetric["symmetric"], &asymmetric["variant"]), (&json!(false), &json!("gptq_v2")));
+    let vllm = &asymmetric["consumers"][0];
+    assert_eq!((&vllm["name"], &vllm["loads"]), (&json!("vllm-0.33"), &json!(false)));
+    assert!(vllm["refusals"][0].as_str().unwrap().contains("asymmetric"), "{vllm}");
+}
+
+#[test]
+fn gguf_files() {
+    let scene = Scene::demo();
+    scene.run(&["gguf", "--type", "Q4_K_M", "-o", "whole.gguf"]).ok();
+    let whole = inspect(&scene, "whole.gguf");
+    assert_eq!(
+        (&whole["format"], &whole["method"], &whole["variant"]),
+        (&json!("gguf"), &json!("gguf"), &json!("Q4_K_M"))
+    );
+    assert_eq!(whole["architecture"]["name"], "llama");
+    assert_eq!((&whole["runs"], &whole["manifest"]), (&json!(true), &json!(null)));
+    assert_eq!(whole["bytes"].as_u64().unwrap(), fs::metadata(scene.path("whole.gguf")).unwrap().len());
+    assert!(whole["tensors"].as_array().unwrap().iter().any(|t| t["type"] == "Q4_K" && t["count"] != 0));
+    let bits = whole["bits_per_quantized_weight"].as_f64().unwrap();
+    assert!((4.5..6.6).contains(&bits), "{bits}");
+    assert!(whole["metadata"]["tokenizer.ggml.tokens"].as_str().unwrap().ends_with(" x string"));
+    assert_eq!(whole["metadata"]["general.architecture"], "llama");
+
+    scene.run(&["gguf", "--type", "Q4_K_M", "-o", "cut.gguf", "--split-max-size", "1M"]).ok();
+    let count = fs::read_dir(scene.root())
+        .unwrap()
+        .filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with("cut-"))
+        .count();
+    let cut = inspect(&scene, &format!("cut-00001-of-{count:05}.gguf"));
+    assert_eq!(cut["files"].as_array().unwrap().len(), count);
+    for key in ["parameters", "quantized_parameters", "bits_per_weight", "tensors", "architecture", "variant"] {
+        assert_eq!(cut[key], whole[key], "{key}");
+    }
+    assert_eq!(tensor_bytes(&cut), tensor_bytes(&whole));
+    // Back in a folder there are as many parameters.
+    scene.run(&["convert", "whole.gguf", "-o", "folder"]).ok();
+    assert_eq!(inspect(&scene, "folder")["parameters"], whole["parameters"]);
+}
+
+/// What cannot be run is told of all the same.
+#[test]
+fn unknown_models_and_methods() {
+    let scene = Scene::tiny("llama");
+    scene.edit_json("model/config.json", |config| {
+        config["model_type"] = json!("warbler");
+        config["architectures"] = json!(["WarblerForCausalLM"]);
+        config["quantization_config"] = json!({"quant_method": "hum", "bits": 5, "group_size": 48, "zero_point": true});
+    });
+    let found = inspect(&scene, "model");
+    assert_eq!((&found["method"], &found["bits"], &found["symmetric"]), (&json!("hum"), &json!(5), &json!(false)));
+    assert_eq!(found["architecture"]["name"], "WarblerForCausalLM");
+    assert_eq!((&found["architecture"]["family"], &found["runs"]), (&json!(null), &json!(false)));
+    let warnings = found["warnings"].to_string();
+    assert!(warnings.contains("warbler") && warnings.contains("`hum`"), "{warnings}");
+}
+
+#[test]
+fn what_is_no_model() {
+    let scene = Scene::tiny("llama");
+    scene.refused(&["inspect", "nowhere"], &["`nowhere` does not exist"]);
+    scene.refused(&["inspect", "calib.txt"], &["`calib.txt` is neither a model folder nor a .gguf file"]);
+    scene.refused(&["inspect", "tmp"], &["config.json"]);
+    scene.write("broken.gguf", b"GGUF\x03\0\0\0 and nothing");
+    scene.refused(&["inspect", "broken.gguf"], &["broken.gguf"]);
+    scene.tiny_run(&["rtn", "model", "-o", "w4", "--no-eval"]).ok();
+    let weights = scene.read("w4/model.safetensors");
+    scene.write("w4/model.safetensors", &weights[..weights.len() - 100]);
+    scene.refused(&["inspect", "w4"], &["model.safetensors"]);
+}
