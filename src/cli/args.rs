@@ -4,6 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use super::parse::{
+    parse_amount, parse_bits, parse_bos, parse_convention, parse_count, parse_device, parse_file_type, parse_ggml_type,
+    parse_group_size, parse_share, parse_whole_share,
+};
 use crate::evaluate::windows::Convention;
 use crate::format::gguf::file_type::FileType;
 use crate::model::tokenizer::BosMode;
@@ -540,81 +544,4 @@ pub struct ListArgs {
     /// One JSON object on stdout, nothing else
     #[arg(long)]
     pub json: bool,
-}
-
-fn parse_file_type(text: &str) -> Result<FileType, String> {
-    let known = || FileType::all().map(FileType::name).collect::<Vec<_>>().join(", ");
-    FileType::parse(text).ok_or_else(|| format!("known are {}", known()))
-}
-
-fn parse_ggml_type(text: &str) -> Result<GgmlType, String> {
-    GgmlType::parse(text).ok_or_else(|| format!("known are {}", GgmlType::ALL.map(GgmlType::name).join(", ")))
-}
-
-fn parse_device(text: &str) -> Result<DeviceArg, String> {
-    let known = || "known are auto, cpu, cuda, cuda:N, cuda:N,M".to_string();
-    match text {
-        "auto" => Ok(DeviceArg::Auto),
-        "cpu" => Ok(DeviceArg::Cpu),
-        "cuda" => Ok(DeviceArg::AllCuda),
-        _ => {
-            let list = text.strip_prefix("cuda:").ok_or_else(known)?;
-            let ordinals: Vec<usize> =
-                list.split(',').map(|n| n.parse().map_err(|_| known())).collect::<Result<_, _>>()?;
-            match ordinals.iter().enumerate().find(|(i, n)| ordinals[..*i].contains(n)) {
-                Some((_, twice)) => Err(format!("device {twice} is named twice")),
-                None => Ok(DeviceArg::Cuda(ordinals)),
-            }
-        }
-    }
-}
-
-fn parse_bits(text: &str) -> Result<u8, String> {
-    match text.parse() {
-        Ok(bits @ (2 | 3 | 4 | 8)) => Ok(bits),
-        _ => Err("bits are 2, 3, 4 or 8".into()),
-    }
-}
-
-fn parse_group_size(text: &str) -> Result<i32, String> {
-    match text.parse() {
-        Ok(size) if size == -1 || size > 0 => Ok(size),
-        _ => Err("a group size is -1 (one group per output channel) or positive".into()),
-    }
-}
-
-fn parse_count(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(count) if count > 0 => Ok(count),
-        _ => Err("a positive whole number is needed".into()),
-    }
-}
-
-fn parse_share(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(share) if (0.0..1.0).contains(&share) => Ok(share),
-        _ => Err("a number from 0 up to, but not including, 1 is needed".into()),
-    }
-}
-
-fn parse_whole_share(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
-        _ => Err("a number from 0 to 1 is needed".into()),
-    }
-}
-
-fn parse_amount(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(amount) if (0.0..=f64::MAX).contains(&amount) => Ok(amount),
-        _ => Err("a number that is not negative is needed".into()),
-    }
-}
-
-fn parse_bos(text: &str) -> Result<BosMode, String> {
-    text.parse().map_err(|_| "known are auto, none, window, once".into())
-}
-
-fn parse_convention(text: &str) -> Result<Convention, String> {
-    text.parse().map_err(|_| "known are gptq, llamacpp, lmeval".into())
 }

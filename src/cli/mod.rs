@@ -3,4 +3,5 @@
 pub mod args;
 pub mod exit;
 pub mod interrupt;
+mod parse;
 pub mod print;
