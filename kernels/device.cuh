@@ -76,6 +76,7 @@ QK_INLINE float qk_block_max(float v, float* scratch) {
 QK_INLINE void qk_mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { emu_mma_f16(d, a, b); }
 QK_INLINE void qk_mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { emu_mma_bf16(d, a, b); }
 QK_INLINE void qk_mma_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { emu_mma_s8(d, a, b); }
+QK_INLINE int qk_dp4a(int a, int b, int sum) { return __dp4a(a, b, sum); }
 QK_INLINE void qk_ldmatrix_x4(uint32_t (&r)[4], const void* row) { emu_ldmatrix(r, row, 4); }
 QK_INLINE void qk_ldmatrix_x2(uint32_t (&r)[2], const void* row) { emu_ldmatrix(r, row, 2); }
 QK_INLINE void qk_cp_async16(void* smem, const void* global) { emu_cp_async(smem, global, 16, true); }
@@ -118,6 +119,13 @@ QK_INLINE void qk_mma_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
         "{%0, %1, %2, %3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// sum + four signed bytes * four signed bytes, for each thread by itself; NVRTC does not know its name.
+QK_INLINE int qk_dp4a(int a, int b, int sum) {
+    int out;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(sum));
+    return out;
 }
 
 // Four 8x8 matrices of 16-bit values: lane 8i+j gives the address of row j of matrix i (shared memory, 16

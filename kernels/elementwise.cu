@@ -297,3 +297,40 @@ extern "C" __global__ void column_squares(const float* __restrict__ x, double* _
     for (int i = 1; i < 8; ++i) sum += parts[i][lane];
     sums[col] = sum;
 }
+
+// The sum of magnitudes of each column, in f64: eight rows side by side, then their sums in order.
+// Launch: grid exactly ceil(cols / 32), block 256, no dynamic shared memory.
+extern "C" __global__ void column_abs_sum(const float* __restrict__ x, double* __restrict__ sums, uint32_t rows,
+                                          uint32_t cols) {
+    __shared__ double parts[8][32];
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = blockIdx.x * 32 + lane;
+    double sum = 0.0;
+    if (col < cols) {
+        for (uint64_t row = warp; row < rows; row += 8) sum += static_cast<double>(fabsf(x[row * cols + col]));
+    }
+    parts[warp][lane] = sum;
+    __syncthreads();
+    if (warp != 0 || col >= cols) return;
+    for (int i = 1; i < 8; ++i) sum += parts[i][lane];
+    sums[col] = sum;
+}
+
+// The largest magnitude of each column; NaN where there is one.
+// Launch: grid exactly ceil(cols / 32), block 256, no dynamic shared memory.
+extern "C" __global__ void column_abs_max(const float* __restrict__ x, float* __restrict__ most, uint32_t rows,
+                                          uint32_t cols) {
+    __shared__ uint32_t parts[8][32];
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = blockIdx.x * 32 + lane;
+    // Without their sign, floats are in the order of their bits, NaN above all.
+    uint32_t best = 0;
+    if (col < cols) {
+        for (uint64_t row = warp; row < rows; row += 8) {
+            best = umax(best, __float_as_uint(x[row * cols + col]) & 0x7fffffffu);
+        }
+    }
+    parts[warp][lane] = best;
+    __syncthreads();
+    if (warp != 0 || col >= cols) return;
+    for (int i = 1; i < 8; ++i) best = umax(best, parts[i][lane]);
+    most[col] = __uint_as_float(best);
+}

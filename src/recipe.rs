@@ -3,15 +3,56 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::calibrate::driver::Course;
+use crate::calibrate::driver::{Course, Needs};
+use crate::format::layout::{InputsKind, KvScales, Tile};
 use crate::quantize::gptq::GptqOptions;
 use crate::quantize::grid::Grid;
 use crate::scheme::Scheme;
 
 /// The method and what it needs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "method", rename_all = "kebab-case")]
-pub enum Method {
+pub struct Method {
+    /// As users call it.
+    #[serde(rename = "method")]
+    pub name: String,
+    /// What becomes of a block before its linears are rounded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transform: Option<Transform>,
+    pub rounding: Rounding,
+    /// What becomes of the linears' inputs.
+    #[serde(default, skip_serializing_if = "InputsKind::is_float")]
+    pub activations: InputsKind,
+    /// Scales for a cache of 8-bit keys and values.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_cache: Option<KvScales>,
+}
+
+/// Scales moved between operations.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum Transform {
+    Awq {
+        /// Points of the search.
+        points: usize,
+        /// Weights' magnitudes count beside those of inputs.
+        duo_scaling: bool,
+        /// Values and output projection are scaled even where several heads share their values.
+        grouped_values: bool,
+        /// Tokens that losses are measured on.
+        tokens: usize,
+    },
+    Smoothquant {
+        /// `None` finds the best for each block.
+        alpha: Option<f32>,
+        /// Tokens that losses are measured on.
+        tokens: usize,
+    },
+}
+
+/// How the weights are rounded.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum Rounding {
     Gptq {
         #[serde(flatten)]
         options: GptqOptions,
@@ -23,43 +64,57 @@ pub enum Method {
         scheme: Scheme,
         grid: Grid,
     },
+    /// To E4M3.
+    Float8 {
+        tile: Tile,
+        /// Errors are mended in the columns not yet taken.
+        feedback: bool,
+    },
 }
 
 impl Method {
-    pub fn name(&self) -> &'static str {
-        match self {
-            Method::Gptq { .. } => "gptq",
-            Method::Rtn { .. } => "rtn",
-        }
-    }
-
     /// What modules get unless a rule says otherwise.
     pub fn scheme(&self) -> Scheme {
-        match self {
-            Method::Gptq { options, .. } => options.scheme,
-            Method::Rtn { scheme, .. } => *scheme,
+        match &self.rounding {
+            Rounding::Gptq { options, .. } => options.scheme,
+            Rounding::Rtn { scheme, .. } => *scheme,
+            Rounding::Float8 { .. } => Scheme::FLOAT8,
         }
     }
 
     pub fn grid(&self) -> Grid {
-        match self {
-            Method::Gptq { options, .. } => options.grid,
-            Method::Rtn { grid, .. } => *grid,
+        match &self.rounding {
+            Rounding::Gptq { options, .. } => options.grid,
+            Rounding::Rtn { grid, .. } => *grid,
+            Rounding::Float8 { .. } => Grid::MaxAbs,
         }
     }
 
-    /// Whether inputs of the linears have to be seen.
+    /// What has to be seen of the model at work.
+    pub fn needs(&self) -> Needs {
+        Needs {
+            gram: matches!(self.rounding, Rounding::Gptq { .. } | Rounding::Float8 { feedback: true, .. }),
+            diagonal: self.grid() == Grid::Hessian,
+            abs_max: self.activations.is_static() || (!self.activations.is_float() && self.transform.is_some()),
+            cache: self.kv_cache.is_some(),
+        }
+    }
+
+    /// Whether the model has to be seen at work at all.
     pub fn calibrates(&self) -> bool {
-        matches!(self, Method::Gptq { .. }) || self.grid() == Grid::Hessian
+        self.needs() != Needs::default() || self.transform.is_some()
     }
 
     /// How calibration goes through the blocks.
     pub fn course(&self) -> Course {
-        match *self {
-            Method::Gptq { true_sequential, drift_correction, .. } => {
-                Course { true_sequential, drift: drift_correction }
+        let sample = self.transform.map(|transform| match transform {
+            Transform::Awq { tokens, .. } | Transform::Smoothquant { tokens, .. } => tokens,
+        });
+        match self.rounding {
+            Rounding::Gptq { true_sequential, drift_correction, .. } => {
+                Course { true_sequential, drift: drift_correction, sample }
             }
-            Method::Rtn { .. } => Course { true_sequential: true, drift: false },
+            _ => Course { true_sequential: true, drift: false, sample },
         }
     }
 }
@@ -89,7 +144,8 @@ pub struct Recipe {
     pub rules: Vec<String>,
     pub skips: Vec<String>,
     pub on_misfit: String,
-    pub checkpoint_format: String,
+    /// The form of the artifact.
+    pub format: String,
     pub max_shard_bytes: u64,
     /// The kind of device that calibrated: kinds differ in the last bits.
     #[serde(default, skip_serializing_if = "Option::is_none")]

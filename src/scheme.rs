@@ -54,6 +54,9 @@ pub struct Scheme {
 }
 
 impl Scheme {
+    /// Weights in E4M3: 8 bits; what shares a scale is the format's affair.
+    pub const FLOAT8: Self = Self { bits: 8, group_size: GroupSize::CHANNEL, sym: true };
+
     /// The largest code, 2^bits - 1.
     pub fn top(self) -> u8 {
         ((1u16 << self.bits) - 1) as u8

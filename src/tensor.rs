@@ -19,6 +19,8 @@ pub enum Dtype {
     I64,
     U8,
     I8,
+    /// OCP E4M3: no infinities, largest 448.
+    F8E4M3,
     Bool,
     /// Bytes of blocks, not elements: only the source of the weight can read them.
     Blocks,
@@ -31,7 +33,7 @@ impl Dtype {
             Dtype::I64 => 8,
             Dtype::F32 | Dtype::I32 => 4,
             Dtype::F16 | Dtype::BF16 => 2,
-            Dtype::U8 | Dtype::I8 | Dtype::Bool | Dtype::Blocks => 1,
+            Dtype::U8 | Dtype::I8 | Dtype::F8E4M3 | Dtype::Bool | Dtype::Blocks => 1,
         }
     }
 
@@ -45,6 +47,7 @@ impl Dtype {
             Dtype::I64 => "I64",
             Dtype::U8 => "U8",
             Dtype::I8 => "I8",
+            Dtype::F8E4M3 => "F8_E4M3",
             Dtype::Bool => "BOOL",
             Dtype::Blocks => "blocks",
         }
@@ -53,7 +56,7 @@ impl Dtype {
     /// The type a safetensors header names, if it is one we hold.
     pub fn parse(name: &str) -> Option<Self> {
         use Dtype::*;
-        [F32, F16, BF16, I32, I64, U8, I8, Bool].into_iter().find(|d| d.name() == name)
+        [F32, F16, BF16, I32, I64, U8, I8, F8E4M3, Bool].into_iter().find(|d| d.name() == name)
     }
 
     /// Whether weights may be stored in this type.
@@ -133,6 +136,16 @@ pub fn widened(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
     let mut out = vec![0.0; bytes.len() / dtype.size()];
     widen(dtype, bytes, &mut out);
     out
+}
+
+/// Floats as little-endian elements of a float type, rounded to nearest.
+pub fn narrowed(dtype: Dtype, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        Dtype::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+        Dtype::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
+        Dtype::F32 => cast_slice(values).to_vec(),
+        other => unreachable!("{other} is no float type"),
+    }
 }
 
 /// u32 words as little-endian bytes.

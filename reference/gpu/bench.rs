@@ -84,6 +84,8 @@ fn size(model: &Model) -> (f64, f64) {
             Weight::Dense(dense) => dense.bytes.len() as f64,
             Weight::Ggml(blocks) => blocks.bytes.len() as f64,
             Weight::Gptq(q) => (q.qweight.len() * 4 + q.scales.len() * 5) as f64,
+            Weight::Int8(w) => (w.values.len() + w.scales.len() * 4) as f64,
+            Weight::Fp8(w) => (w.values.len() + w.scales.len() * 4) as f64,
         };
     }
     let head = (model.config.vocab * model.config.hidden) as f64;

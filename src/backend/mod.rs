@@ -304,6 +304,12 @@ pub trait Backend: Send + Sync {
     /// The sum of squares of each channel.
     fn squares(&self, x: &Tensor) -> Done<Vec<f64>>;
 
+    /// The largest magnitude of each channel; NaN where the channel has one.
+    fn abs_max(&self, x: &Tensor) -> Done<Vec<f32>>;
+
+    /// The sum of magnitudes of each channel.
+    fn abs_sum(&self, x: &Tensor) -> Done<Vec<f64>>;
+
     /// Zero sums for inputs of `n` channels.
     fn drift(&self, n: usize) -> Done<Drift>;
 

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::num::bits;
 use crate::num::ggml::GgmlType;
-use crate::num::simd::vectorized;
+use crate::num::simd::{dot, vectorized};
+use crate::num::{bits, e4m3, int8};
 use crate::tensor::{Bytes, Dtype, widen};
 
 /// A matrix of `rows` output channels by `cols` input channels, in the form its file holds.
@@ -14,6 +14,8 @@ pub enum Weight {
     Dense(Dense),
     Gptq(Arc<Gptq>),
     Ggml(Ggml),
+    Int8(Arc<Int8>),
+    Fp8(Arc<Fp8>),
 }
 
 /// Row-major floats.
@@ -50,12 +52,77 @@ pub struct Ggml {
     pub bytes: Bytes,
 }
 
+/// Signed bytes: `W[n, k] = scales[n] * values[n, k]`, for inputs that are rounded to bytes as well.
+#[derive(Clone, Debug)]
+pub struct Int8 {
+    pub rows: usize,
+    pub cols: usize,
+    /// `[rows, cols]`, two's complement.
+    pub values: Bytes,
+    /// `[rows]`
+    pub scales: Vec<f32>,
+    pub inputs: Inputs,
+}
+
+/// E4M3 numbers: `W[n, k] = scale * values[n, k]`, one scale a tile.
+#[derive(Clone, Debug)]
+pub struct Fp8 {
+    pub rows: usize,
+    pub cols: usize,
+    /// `[rows, cols]`
+    pub values: Bytes,
+    /// `[ceil(rows / tile.0), ceil(cols / tile.1)]`
+    pub scales: Vec<f32>,
+    /// Rows and columns that share a scale.
+    pub tile: (usize, usize),
+    pub inputs: Inputs,
+}
+
+/// What becomes of the inputs of a linear before the product with numbers of 8 bits: they are rounded to the same
+/// kind of number. The scale maps the largest magnitude to 127.5 (integers, as compressed-tensors has it) or 448.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Inputs {
+    /// They stay as they are.
+    Float,
+    /// Each token by a scale of its own.
+    Token,
+    /// Each token and run of so many channels by a scale of its own.
+    Group(usize),
+    /// Each token by a scale and an integer zero point of its own: the whole range is used.
+    TokenAsymmetric,
+    /// All by one scale that calibration found; integers stand for `scale * (q - zero)`.
+    Tensor { scale: f32, zero: i32 },
+}
+
+impl Inputs {
+    /// Whether there may be zero points other than 0.
+    pub fn has_zeros(self) -> bool {
+        matches!(self, Inputs::TokenAsymmetric) || matches!(self, Inputs::Tensor { zero, .. } if zero != 0)
+    }
+
+    /// Channels, of `cols`, that share a scale.
+    pub fn group(self, cols: usize) -> usize {
+        match self {
+            Inputs::Group(size) => size.clamp(1, cols.max(1)),
+            _ => cols.max(1),
+        }
+    }
+
+    /// Channels, of `cols`, whose products with bytes are summed as integers: of a group as many as its sums allow.
+    /// Groups are no longer than that.
+    pub fn segment(self, cols: usize) -> usize {
+        self.group(cols).min(int8::LONGEST)
+    }
+}
+
 impl Weight {
     pub fn rows(&self) -> usize {
         match self {
             Weight::Dense(w) => w.rows,
             Weight::Gptq(w) => w.rows,
             Weight::Ggml(w) => w.rows,
+            Weight::Int8(w) => w.rows,
+            Weight::Fp8(w) => w.rows,
         }
     }
 
@@ -64,6 +131,8 @@ impl Weight {
             Weight::Dense(w) => w.cols,
             Weight::Gptq(w) => w.cols,
             Weight::Ggml(w) => w.cols,
+            Weight::Int8(w) => w.cols,
+            Weight::Fp8(w) => w.cols,
         }
     }
 
@@ -79,6 +148,8 @@ impl Weight {
                 let row = w.bytes.len() / w.rows;
                 w.kind.decode(&w.bytes[rows.start * row..rows.end * row], out);
             }
+            Weight::Int8(w) => w.panel(rows, out),
+            Weight::Fp8(w) => w.panel(rows, out),
         }
     }
 
@@ -97,6 +168,13 @@ impl Weight {
             }
             Weight::Gptq(w) => w.products(rows, x, out),
             Weight::Ggml(w) => w.kind.products(&w.bytes[part(w.bytes.len() / w.rows)], x, out),
+            Weight::Int8(_) | Weight::Fp8(_) => {
+                let mut row = vec![0.0; x.len()];
+                for (n, out) in rows.zip(out) {
+                    self.panel(n..n + 1, &mut row);
+                    *out = vectorized(|| dot(&row, x));
+                }
+            }
         }
     }
 
@@ -105,6 +183,29 @@ impl Weight {
         let mut out = vec![0.0; self.rows() * self.cols()];
         self.panel(0..self.rows(), &mut out);
         out
+    }
+}
+
+impl Int8 {
+    fn panel(&self, rows: Range<usize>, out: &mut [f32]) {
+        for (n, out) in rows.zip(out.chunks_exact_mut(self.cols)) {
+            let scale = self.scales[n];
+            let values = &self.values[n * self.cols..];
+            vectorized(|| out.iter_mut().zip(values).for_each(|(o, &v)| *o = scale * f32::from(v as i8)));
+        }
+    }
+}
+
+impl Fp8 {
+    fn panel(&self, rows: Range<usize>, out: &mut [f32]) {
+        let across = self.cols.div_ceil(self.tile.1);
+        for (n, out) in rows.zip(out.chunks_exact_mut(self.cols)) {
+            let values = self.values[n * self.cols..].chunks(self.tile.1);
+            let scales = &self.scales[n / self.tile.0 * across..];
+            for ((out, values), &scale) in out.chunks_mut(self.tile.1).zip(values).zip(scales) {
+                e4m3::decode_all(values, scale, out);
+            }
+        }
     }
 }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use super::methods::{AwqArgs, FormatArg, Fp8Args, KvCacheArg, SmoothquantArgs};
 use super::parse::{
     parse_amount, parse_bits, parse_bos, parse_convention, parse_count, parse_device, parse_file_type, parse_ggml_type,
     parse_group_size, parse_share, parse_whole_share,
@@ -44,6 +45,12 @@ pub enum Command {
     Gptq(GptqArgs),
     /// Quantize by rounding to nearest: the control method
     Rtn(RtnArgs),
+    /// Quantize with AWQ: channels whose inputs matter are scaled before rounding
+    Awq(AwqArgs),
+    /// Quantize weights and inputs to 8-bit integers, outliers smoothed away (SmoothQuant)
+    Smoothquant(SmoothquantArgs),
+    /// Round weights and inputs to 8-bit floats (E4M3)
+    Fp8(Fp8Args),
     /// Write a GGUF file in any of llama.cpp's types, from a checkpoint, an artifact or another GGUF file
     Gguf(GgufArgs),
     /// Gather what the weights' inputs look like: importance for `gguf --imatrix` and llama.cpp
@@ -112,6 +119,9 @@ pub struct SchemeArgs {
     /// What to do where the group size does not divide a module's input
     #[arg(long, value_enum, default_value_t = OnMisfit::Refuse)]
     pub on_misfit: OnMisfit,
+    /// Whether the command has that option.
+    #[arg(skip = true)]
+    pub on_misfit_given: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -176,7 +186,10 @@ pub struct OutputArgs {
     /// Continue an interrupted run with the same options
     #[arg(long)]
     pub resume: bool,
-    /// Zero-point convention of the file [default: gptq, or gptq_v2 when anything is asymmetric]
+    /// Calibrate scales for a cache of 8-bit keys and values and store them (compressed-tensors and fp8)
+    #[arg(long, value_enum, value_name = "TYPE")]
+    pub kv_cache: Option<KvCacheArg>,
+    /// Zero-point convention of a GPTQ artifact [default: gptq, or gptq_v2 when anything is asymmetric]
     #[arg(long, value_parser = ["gptq", "gptq_v2"])]
     pub checkpoint_format: Option<String>,
     /// Largest size of one weight file, in MB
@@ -211,6 +224,9 @@ pub struct GptqArgs {
     pub model: ModelArgs,
     #[command(flatten)]
     pub scheme: SchemeArgs,
+    /// Form of the artifact
+    #[arg(long, value_enum, default_value_t = FormatArg::Gptq)]
+    pub format: FormatArg,
     /// How scales are chosen
     #[arg(long, value_enum, default_value_t = GridArg::Hessian)]
     pub grid: GridArg,
@@ -251,6 +267,9 @@ pub struct RtnArgs {
     pub model: ModelArgs,
     #[command(flatten)]
     pub scheme: SchemeArgs,
+    /// Form of the artifact
+    #[arg(long, value_enum, default_value_t = FormatArg::Gptq)]
+    pub format: FormatArg,
     /// How scales are chosen; `hessian` calibrates, the others need no data
     #[arg(long, value_enum, default_value_t = GridArg::Mse)]
     pub grid: GridArg,

@@ -23,11 +23,14 @@ impl std::error::Error for CheckFailed {}
 /// The exit code of work that did not pass a check.
 pub const CHECK_FAILED: u8 = 1;
 
+/// The exit code of work that the user stopped.
+pub const INTERRUPTED: u8 = 130;
+
 /// The exit code of an error, from whatever in its chain decides it.
 pub fn code(error: &anyhow::Error) -> u8 {
     let decided = error.chain().find_map(|cause| {
         if cause.is::<Interrupted>() {
-            Some(130)
+            Some(INTERRUPTED)
         } else if cause.is::<CheckFailed>() || matches!(cause.downcast_ref(), Some(ModelError::NonFinite { .. })) {
             Some(CHECK_FAILED)
         } else if cause.is::<DeviceError>() || matches!(cause.downcast_ref(), Some(ModelError::Device(_))) {
@@ -49,7 +52,7 @@ pub fn report(error: &anyhow::Error) -> ExitCode {
     {
         return ExitCode::SUCCESS;
     }
-    if code == 130 {
+    if code == INTERRUPTED {
         to_stderr("stopped: interrupted");
         return ExitCode::from(code);
     }

@@ -3,5 +3,6 @@
 pub mod args;
 pub mod exit;
 pub mod interrupt;
+pub mod methods;
 mod parse;
 pub mod print;

@@ -11,7 +11,7 @@ use serde_json::{Map, Value as Json, json};
 use crate::checkpoint::Checkpoint;
 use crate::cli::args::InspectArgs;
 use crate::cli::print::{Printer, bytes};
-use crate::format::consumers::{CONSUMERS, Module, Plan, check};
+use crate::format::consumers::{CONSUMERS, Kind, Module, Plan, check};
 use crate::format::gguf::file_type::FileType;
 use crate::format::gguf::names::ROPE_FACTORS;
 use crate::format::gguf::read::GgufFile;
@@ -366,10 +366,13 @@ fn consumers(scheme: Scheme, source: &GptqSource, config: &ModelConfig) -> Vec<C
     });
     let plan = Plan {
         scheme,
-        version: stored.values().next().map_or(Version::V1, |module| module.version),
+        kind: Kind::Gptq {
+            version: stored.values().next().map_or(Version::V1, |module| module.version),
+            desc_act: stored.values().any(|module| module.scattered),
+        },
         heads: config.heads,
         kv_heads: config.kv_heads,
-        desc_act: stored.values().any(|module| module.scattered),
+        kv_cache: None,
         modules: modules.collect(),
     };
     let ask = |consumer| check(consumer, &plan).into_iter().map(|refusal| refusal.to_string()).collect::<Vec<_>>();

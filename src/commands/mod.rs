@@ -23,6 +23,9 @@ pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Gptq(args) => quantize::gptq(&args, printer(args.output.json)),
         Command::Rtn(args) => quantize::rtn(&args, printer(args.output.json)),
+        Command::Awq(args) => quantize::awq(&args, printer(args.output.json)),
+        Command::Smoothquant(args) => quantize::smoothquant(&args, printer(args.output.json)),
+        Command::Fp8(args) => quantize::fp8(&args, printer(args.output.json)),
         Command::Gguf(args) => gguf::run(&args, printer(args.json)),
         Command::Imatrix(args) => gguf::imatrix(&args, printer(args.json)),
         Command::Convert(args) => gguf::convert(&args, printer(args.json)),

@@ -19,6 +19,7 @@ use crate::evaluate::windows::{Convention, plan};
 use crate::format;
 use crate::hub::{self, HubEvent, HubOptions};
 use crate::model::Model;
+use crate::model::block::Chunk;
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::{BosMode, BosRule, Tokenizer};
 
@@ -175,8 +176,25 @@ pub fn check_measurement(runnable: &Runnable, how: &Measurement) -> Result<()> {
     Ok(())
 }
 
+/// What scoring may fail with. Not `anyhow::Error`, which would hide the cause that decides the exit code.
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+
 /// Measures the perplexity of a model.
 pub fn perplexity(runnable: &Runnable, how: &Measurement, what: &str, printer: Printer) -> Result<Measured> {
+    let mut forward = |chunks: &mut [Chunk]| Ok(runnable.model.forward(chunks, None)?);
+    let at_once = runnable.model.backend().devices();
+    perplexity_through(runnable, how, what, printer, at_once, &mut forward)
+}
+
+/// The same where `forward` takes up to `at_once` chunks through the blocks, with other weights perhaps.
+pub fn perplexity_through(
+    runnable: &Runnable,
+    how: &Measurement,
+    what: &str,
+    printer: Printer,
+    at_once: usize,
+    forward: &mut dyn FnMut(&mut [Chunk]) -> Result<(), Failure>,
+) -> Result<Measured> {
     let (model, tokenizer) = (&runnable.model, runnable.tokenizer()?);
     let (window, bos, tokens) = settle(runnable, how)?;
     let text = how.corpus.text();
@@ -189,14 +207,13 @@ pub fn perplexity(runnable: &Runnable, how: &Measurement, what: &str, printer: P
         max_windows: how.max_windows,
         bos,
         prefix: tokenizer.rolling_prefix(),
-        batch_tokens: BATCH_TOKENS,
+        batch_tokens: BATCH_TOKENS * at_once,
         device: &device,
     };
     let mut steps = printer.steps(what, 0);
     let measured = measure(&request, &mut |done, total| steps.set(done as u64, total as u64), &mut |windows| {
         interrupt::check()?;
-        // Not `anyhow::Error`, which would hide the cause that decides the exit code.
-        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(score::nll(model, windows)?)
+        score::nll_through(model, windows, at_once, forward)
     })?;
     Ok(measured)
 }

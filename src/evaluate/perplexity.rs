@@ -82,6 +82,19 @@ pub struct Measured {
     pub windows: Vec<WindowNll>,
 }
 
+impl Measured {
+    /// Whether this is worse than `other` on the same windows by more than the standard error of the difference, which the
+    /// windows' own difficulty does not enter; never on less than two windows.
+    pub fn exceeds(&self, other: &Measured) -> bool {
+        let mean = |window: &WindowNll| window.sum / window.count.max(1) as f64;
+        let differences: Vec<f64> = self.windows.iter().zip(&other.windows).map(|(a, b)| mean(a) - mean(b)).collect();
+        let n = differences.len() as f64;
+        let average = differences.iter().sum::<f64>() / n;
+        let variance = differences.iter().map(|d| (d - average).powi(2)).sum::<f64>() / (n - 1.0);
+        n > 1.0 && average > (variance / n).sqrt()
+    }
+}
+
 /// Why there is no perplexity.
 #[derive(Debug, Error)]
 pub enum PerplexityError {

@@ -1,12 +1,18 @@
 //! Artifact formats: names, files, configuration keys; written out and read back.
 
 pub mod atomic;
+pub mod awq;
+pub mod compressed;
 pub mod config;
 pub mod consumers;
+mod float8;
+pub mod fp8;
 pub mod gguf;
 pub mod gptq;
+pub mod layout;
 pub mod manifest;
 pub mod safetensors;
+mod stored;
 
 use std::path::{Path, PathBuf};
 
@@ -17,6 +23,7 @@ pub use manifest::verify_manifest;
 
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::model::source::{DenseSource, WeightSource};
+use crate::tensor::Dtype;
 
 /// A stored form of quantized weights that can be read.
 struct Format {
@@ -26,7 +33,12 @@ struct Format {
 }
 
 /// Every readable format: one row each.
-const FORMATS: &[Format] = &[Format { method: "gptq", open: gptq::open }];
+const FORMATS: &[Format] = &[
+    Format { method: "gptq", open: gptq::open },
+    Format { method: "awq", open: awq::open },
+    Format { method: "compressed-tensors", open: compressed::open },
+    Format { method: "fp8", open: fp8::open },
+];
 
 /// The `quant_method`s that [`open`] reads.
 pub fn readable() -> impl Iterator<Item = &'static str> {
@@ -60,6 +72,11 @@ pub enum FormatError {
 /// Opens the weights of a model folder, whatever form they are stored in.
 pub fn open(checkpoint: Checkpoint) -> Result<Opened, FormatError> {
     let Some(found) = config::find(&checkpoint)? else {
+        // Without its scale such a weight is only a direction.
+        if let Some((name, _)) = checkpoint.tensors().iter().find(|(_, entry)| entry.dtype == Dtype::F8E4M3) {
+            let why = format!("there is none, yet tensor `{name}` is {}: nothing says how it is scaled", Dtype::F8E4M3);
+            return Err(FormatError::Config { path: checkpoint.dir().join("config.json"), why });
+        }
         return Ok(Opened { method: None, source: Box::new(DenseSource(checkpoint)), warnings: vec![] });
     };
     match FORMATS.iter().find(|format| format.method == found.method) {

@@ -41,18 +41,18 @@ pub struct Block {
     pub index: usize,
     /// `model.layers.N`
     pub path: String,
-    attention_norm: Tensor,
-    q: Linear,
-    k: Linear,
-    v: Linear,
-    o: Linear,
+    pub(super) attention_norm: Tensor,
+    pub(super) q: Linear,
+    pub(super) k: Linear,
+    pub(super) v: Linear,
+    pub(super) o: Linear,
     q_norm: Option<Tensor>,
     k_norm: Option<Tensor>,
     after_attention_norm: Option<Tensor>,
-    mlp_norm: Tensor,
-    gate: Linear,
-    up: Linear,
-    down: Linear,
+    pub(super) mlp_norm: Tensor,
+    pub(super) gate: Linear,
+    pub(super) up: Linear,
+    pub(super) down: Linear,
     after_mlp_norm: Option<Tensor>,
 }
 
@@ -63,6 +63,13 @@ pub struct Chunk {
     pub batch: Arc<Batch>,
     /// Keeps to the block's own weights, whatever takes their place for others.
     pub original: bool,
+}
+
+impl Chunk {
+    /// The weights that take the place of a stage's own for this chunk.
+    fn instead<'a>(&self, swapped: &'a Option<Vec<Matrix>>) -> Option<&'a [Matrix]> {
+        swapped.as_deref().filter(|_| !self.original)
+    }
 }
 
 /// Called with the inputs of a stage, one tensor a chunk; what it returns takes the place of the stage's
@@ -165,40 +172,12 @@ impl Block {
         tap: &mut Tap<E>,
     ) -> Result<(), E> {
         let (config, backend) = (&model.config, model.backend());
-        let layer = &config.layers[self.index];
-        let shape = AttentionShape {
-            heads: config.heads,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            scale: config.attention_scale,
-            window: layer.window,
-            softcap: config.attention_softcap,
-        };
-        let end = chunks.iter().map(|c| c.batch.end()).max().unwrap_or(0);
-        let table = model.rope_table(layer.rope, end)?;
-
         let inputs = normed(backend, chunks, &self.attention_norm, config.eps)?;
         let swapped = tap(Stage::Qkv, &inputs)?;
-        let [q, k, v] = [&self.q, &self.k, &self.v];
         let mut attended = Vec::with_capacity(chunks.len());
         for (chunk, x) in chunks.iter().zip(inputs) {
-            let apply = |i, linear| apply(backend, chunk, &x, linear, swapped.as_ref().map(|s| &s[i]));
-            let (mut q, mut k, v) = (apply(0, q)?, apply(1, k)?, apply(2, v)?);
-            backend.rope(
-                &mut q,
-                &chunk.batch,
-                config.head_dim,
-                self.q_norm.as_ref().map(|n| (n, config.eps)),
-                &table,
-            )?;
-            backend.rope(
-                &mut k,
-                &chunk.batch,
-                config.head_dim,
-                self.k_norm.as_ref().map(|n| (n, config.eps)),
-                &table,
-            )?;
-            attended.push(backend.attention(&q, &k, &v, &chunk.batch, &shape, caches.as_deref_mut())?);
+            let [q, k, v] = self.queries_keys_values(model, &chunk.batch, &x, chunk.instead(&swapped))?;
+            attended.push(self.attend(model, &chunk.batch, [&q, &k, &v], caches.as_deref_mut())?);
         }
         let swapped = tap(Stage::Output, &attended)?;
         let next = Some(&self.mlp_norm);
@@ -206,12 +185,77 @@ impl Block {
         let swapped = tap(Stage::GateUp, &inputs)?;
         let mut gated = Vec::with_capacity(chunks.len());
         for (chunk, x) in chunks.iter().zip(inputs) {
-            let apply = |i, linear| apply(backend, chunk, &x, linear, swapped.as_ref().map(|s| &s[i]));
-            gated.push(backend.gated(&apply(0, &self.gate)?, &apply(1, &self.up)?, config.activation)?);
+            gated.push(self.gate_up(model, &x, chunk.instead(&swapped))?);
         }
         let swapped = tap(Stage::Down, &gated)?;
         self.join(model, chunks, gated, &self.down, swapped, self.after_mlp_norm.as_ref(), None)?;
         Ok(())
+    }
+
+    /// What comes out where `stage` begins with `x` and its linears have the weights of `swapped`: of the attention
+    /// or the MLP as a whole, or of the one linear.
+    pub fn outcome(
+        &self,
+        model: &Model,
+        stage: Stage,
+        batch: &Batch,
+        x: &Tensor,
+        swapped: Option<&[Matrix]>,
+    ) -> Result<Tensor, DeviceError> {
+        let backend = model.backend();
+        match stage {
+            Stage::Qkv => {
+                let [q, k, v] = self.queries_keys_values(model, batch, x, swapped)?;
+                apply(backend, &self.attend(model, batch, [&q, &k, &v], None)?, &self.o, None)
+            }
+            Stage::Output => apply(backend, x, &self.o, swapped.map(|s| &s[0])),
+            Stage::GateUp => apply(backend, &self.gate_up(model, x, swapped)?, &self.down, None),
+            Stage::Down => apply(backend, x, &self.down, swapped.map(|s| &s[0])),
+        }
+    }
+
+    /// Queries and keys, rotated, and values.
+    pub fn queries_keys_values(
+        &self,
+        model: &Model,
+        batch: &Batch,
+        x: &Tensor,
+        swapped: Option<&[Matrix]>,
+    ) -> Result<[Tensor; 3], DeviceError> {
+        let (config, backend) = (&model.config, model.backend());
+        let table = model.rope_table(config.layers[self.index].rope, batch.end())?;
+        let apply = |i: usize, linear| apply(backend, x, linear, swapped.map(|s| &s[i]));
+        let (mut q, mut k, v) = (apply(0, &self.q)?, apply(1, &self.k)?, apply(2, &self.v)?);
+        for (x, norm) in [(&mut q, &self.q_norm), (&mut k, &self.k_norm)] {
+            let norm = norm.as_ref().map(|n| (n, config.eps));
+            backend.rope(x, batch, config.head_dim, norm, &table)?;
+        }
+        Ok([q, k, v])
+    }
+
+    fn attend(
+        &self,
+        model: &Model,
+        batch: &Batch,
+        [q, k, v]: [&Tensor; 3],
+        caches: Option<&mut [KvCache]>,
+    ) -> Result<Tensor, DeviceError> {
+        let config = &model.config;
+        let shape = AttentionShape {
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            scale: config.attention_scale,
+            window: config.layers[self.index].window,
+            softcap: config.attention_softcap,
+        };
+        model.backend().attention(q, k, v, batch, &shape, caches)
+    }
+
+    fn gate_up(&self, model: &Model, x: &Tensor, swapped: Option<&[Matrix]>) -> Result<Tensor, DeviceError> {
+        let backend = model.backend();
+        let apply = |i: usize, linear| apply(backend, x, linear, swapped.map(|s| &s[i]));
+        backend.gated(&apply(0, &self.gate)?, &apply(1, &self.up)?, model.config.activation)
     }
 
     /// hidden += norm(linear(x)); what comes back is the `next` norm of the new hidden state, where asked for.
@@ -228,7 +272,7 @@ impl Block {
         let backend = model.backend();
         let mut normed = Vec::with_capacity(chunks.len());
         for (chunk, x) in chunks.iter_mut().zip(xs) {
-            let mut y = apply(backend, chunk, &x, linear, swapped.as_ref().map(|s| &s[0]))?;
+            let mut y = apply(backend, &x, linear, chunk.instead(&swapped).map(|s| &s[0]))?;
             if let Some(norm) = norm {
                 y = backend.rms_norm(&y, norm, model.config.eps)?;
             }
@@ -241,16 +285,9 @@ impl Block {
     }
 }
 
-/// The linear on one chunk, with the weight that goes for it.
-fn apply(
-    backend: &dyn Backend,
-    chunk: &Chunk,
-    x: &Tensor,
-    linear: &Linear,
-    swapped: Option<&Matrix>,
-) -> Result<Tensor, DeviceError> {
-    let weight = swapped.filter(|_| !chunk.original).unwrap_or(&linear.weight);
-    backend.linear(x, weight, linear.bias.as_ref())
+/// The linear, with the weight that goes for it.
+fn apply(backend: &dyn Backend, x: &Tensor, linear: &Linear, swapped: Option<&Matrix>) -> Result<Tensor, DeviceError> {
+    backend.linear(x, swapped.unwrap_or(&linear.weight), linear.bias.as_ref())
 }
 
 fn normed(backend: &dyn Backend, chunks: &[Chunk], weight: &Tensor, eps: f32) -> Result<Vec<Tensor>, DeviceError> {

@@ -4,6 +4,7 @@ pub mod block;
 pub mod chat;
 pub mod config;
 pub mod families;
+pub mod fold;
 pub mod rope;
 pub mod source;
 pub mod tokenizer;

@@ -2,7 +2,9 @@
 //! choice of vector instructions. The only place that names the linear-algebra crates.
 
 pub mod bits;
+pub mod e4m3;
 pub mod ggml;
+pub mod int8;
 pub mod lanes;
 pub mod linalg;
 pub mod matmul;

@@ -96,11 +96,20 @@ pub struct Packed {
     pub g_idx: Vec<u32>,
 }
 
-/// Why a weight has no GPTQ form.
+/// Why a weight has no packed form.
 #[derive(Debug, Error, PartialEq)]
 pub enum PackError {
-    #[error("GPTQ words hold 2, 3, 4 or 8 bits, not {0}")]
-    Bits(u8),
+    #[error("{layout} words hold {widths} bits, not {bits}")]
+    Bits { layout: &'static str, widths: &'static str, bits: u8 },
+    #[error("it has {rows} outputs and {cols} inputs; there is nothing to pack")]
+    Empty { rows: usize, cols: usize },
+    #[error(
+        "input channel {col} is in group {group}: {layout} holds only groups of neighbouring input channels; leave \
+         out activation order, or use static groups"
+    )]
+    Scattered { layout: &'static str, col: usize, group: u32 },
+    #[error("the zero point of output channel {row} in group {group} is {zero}; {wanted} belongs to symmetric weights")]
+    Symmetric { row: usize, group: usize, zero: u8, wanted: u8 },
     #[error(
         "{count} {what} channels at {bits} bits fill {} bits, which is no whole number of 32-bit words; the \
          channel count must be a multiple of {multiple}: leave this module unquantized",
@@ -129,7 +138,7 @@ fn period(bits: u8) -> Result<(usize, usize), PackError> {
         3 => Ok((32, 3)),
         4 => Ok((8, 1)),
         8 => Ok((4, 1)),
-        other => Err(PackError::Bits(other)),
+        other => Err(PackError::Bits { layout: "GPTQ", widths: "2, 3, 4 or 8", bits: other }),
     }
 }
 
@@ -147,7 +156,8 @@ pub fn check_shape(rows: usize, cols: usize, bits: u8) -> Result<(), PackError> 
 
 /// Packs one quantized linear.
 pub fn pack(weight: &Quantized, version: Version) -> Result<Packed, PackError> {
-    check(weight)?;
+    check_shape(weight.rows, weight.cols, weight.scheme.bits)?;
+    check_values(weight)?;
     let Quantized { rows, cols, scheme, .. } = *weight;
     if let Some(at) = weight.zeros.iter().position(|&zero| zero < version.least_zero()) {
         return Err(PackError::ZeroPoint { row: at % rows, group: at / rows });
@@ -168,9 +178,12 @@ pub fn pack(weight: &Quantized, version: Version) -> Result<Packed, PackError> {
     })
 }
 
-fn check(weight: &Quantized) -> Result<(), PackError> {
+/// What every layout asks of a weight: counts that agree, values in range, usable scales.
+pub(super) fn check_values(weight: &Quantized) -> Result<(), PackError> {
     let Quantized { rows, cols, scheme, .. } = *weight;
-    check_shape(rows, cols, scheme.bits)?;
+    if rows == 0 || cols == 0 {
+        return Err(PackError::Empty { rows, cols });
+    }
     let groups = weight.scales.len() / rows;
     for (what, found, wanted) in [
         ("codes", weight.codes.len(), rows * cols),
@@ -198,6 +211,15 @@ fn check(weight: &Quantized) -> Result<(), PackError> {
     }
     match weight.g_idx.iter().position(|&g| g as usize >= groups) {
         Some(col) => Err(PackError::Group { col, group: weight.g_idx[col], groups }),
+        None => Ok(()),
+    }
+}
+
+/// For layouts without `g_idx`: groups must lie in the order of the input channels.
+pub(super) fn check_order(weight: &Quantized, layout: &'static str) -> Result<(), PackError> {
+    let size = weight.scheme.group_size.columns(weight.cols);
+    match weight.g_idx.iter().enumerate().find(|(k, g)| **g as usize != k / size) {
+        Some((col, &group)) => Err(PackError::Scattered { layout, col, group }),
         None => Ok(()),
     }
 }
@@ -386,7 +408,7 @@ mod tests {
         assert!(odd.contains("36 input") && odd.contains("144 bits") && odd.contains("multiple of 8"), "{odd}");
         let narrow = pack(&sample(40, 64, 3, true), Version::V1).unwrap_err().to_string();
         assert!(narrow.contains("40 output") && narrow.contains("multiple of 32"), "{narrow}");
-        assert_eq!(check_shape(32, 32, 5), Err(PackError::Bits(5)));
+        assert_eq!(check_shape(32, 32, 5).unwrap_err().to_string(), "GPTQ words hold 2, 3, 4 or 8 bits, not 5");
 
         let mut zero = sample(8, 8, 4, true);
         zero.scales[3] = f16::NEG_ZERO;

@@ -14,6 +14,7 @@ use super::order::Order;
 use crate::backend::Gram;
 use crate::backend::cpu::Cpu;
 use crate::backend::solver::{BLOCK, block_end};
+use crate::num::e4m3;
 use crate::num::matmul::{View, product};
 use crate::num::simd::{round, vectorized};
 use crate::scheme::{GroupSize, Scheme};
@@ -69,7 +70,12 @@ pub enum Points {
     Even { low: i32, high: i32, zero: i32 },
     /// Code by code, ascending.
     Table(&'static [i8; 16]),
+    /// Floats of 8 bits, in steps of the smallest.
+    E4m3,
 }
+
+/// The smallest E4M3 number is one part in so many.
+pub const E4M3_STEPS: f32 = 512.0;
 
 impl Points {
     /// The point of a code.
@@ -77,6 +83,7 @@ impl Points {
         match self {
             Points::Even { zero, .. } => code as i32 - zero,
             Points::Table(points) => points[code as usize] as i32,
+            Points::E4m3 => (e4m3::decode(code) * E4M3_STEPS) as i32,
         }
     }
 
@@ -84,6 +91,7 @@ impl Points {
         match self {
             Points::Even { zero, .. } => (point as i32 + zero) as u8,
             Points::Table(points) => points.iter().take_while(|p| (**p as f32) < point).count() as u8,
+            Points::E4m3 => e4m3::encode(point / E4M3_STEPS),
         }
     }
 }
@@ -103,7 +111,7 @@ pub struct Layout {
 pub struct Fit {
     /// `[rows, runs]` scale and offset.
     pub levels: Vec<(f32, f32)>,
-    /// `[rows, blocks]`, each of some bytes.
+    /// `[rows, blocks]`, each of some bytes, where the format has such.
     pub bytes: Vec<u8>,
 }
 
@@ -156,6 +164,9 @@ pub fn feedback<E: Send>(
                         point
                     };
                     tile.work(weight, options, fit, nearest)?;
+                }
+                Points::E4m3 => {
+                    tile.work(weight, options, fit, |x| e4m3::round(x / E4M3_STEPS) * E4M3_STEPS)?;
                 }
             }
             Ok(tile)
@@ -261,6 +272,9 @@ impl<'a> Tile<'a> {
             }
         }
         let part = fit.bytes.len() / self.rows;
+        if part == 0 {
+            return;
+        }
         let row = part * n / columns.len();
         self.bytes.resize(self.rows * row, 0);
         for (to, from) in self.bytes.chunks_exact_mut(row).zip(fit.bytes.chunks_exact(part)) {

@@ -26,6 +26,17 @@ pub enum Grid {
     Hessian,
 }
 
+impl Grid {
+    /// As records name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Grid::MaxAbs => "max-abs",
+            Grid::Mse => "mse",
+            Grid::Hessian => "hessian",
+        }
+    }
+}
+
 /// Scales (exactly representable in f16, never zero) and zero points of a tile's rows.
 #[derive(Clone, Debug)]
 pub struct Levels {

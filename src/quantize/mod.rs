@@ -3,13 +3,16 @@
 
 mod curvature;
 pub mod feedback;
+pub mod float8;
 pub mod gptq;
 pub mod grid;
 pub mod order;
 pub mod rtn;
+pub mod scaling;
 mod tile;
 
 use half::f16;
+use rayon::prelude::*;
 
 use crate::scheme::Scheme;
 
@@ -43,6 +46,24 @@ impl Quantized {
     /// Number of groups.
     pub fn groups(&self) -> usize {
         self.scales.len() / self.rows
+    }
+
+    /// What all codes stand for, `[rows, cols]`.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let mut out = vec![0.0; self.codes.len()];
+        out.par_chunks_mut(self.cols).zip(self.codes.par_chunks(self.cols)).enumerate().for_each(
+            |(row, (out, codes))| {
+                let at = |g: u32| g as usize * self.rows + row;
+                let levels: Vec<(f32, f32)> = (0..self.groups() as u32)
+                    .map(|g| (self.scales[at(g)].to_f32(), self.zeros[at(g)] as f32))
+                    .collect();
+                for ((o, &code), &g) in out.iter_mut().zip(codes).zip(&self.g_idx) {
+                    let (scale, zero) = levels[g as usize];
+                    *o = scale * (code as f32 - zero);
+                }
+            },
+        );
+        out
     }
 
     /// The value that code `[row, col]` stands for.

@@ -6,8 +6,10 @@ use std::process::Stdio;
 
 use predicates::prelude::PredicateBooleanExt;
 use predicates::str::{contains, is_empty};
+use quantkit::format::consumers::table;
 
 use crate::support::command::{command, std_command};
+use crate::support::repository;
 use crate::support::scene::Scene;
 
 const GLOBAL: [&str; 3] = ["--threads", "--quiet", "--help"];
@@ -168,18 +170,36 @@ fn lists() {
         assert!(names("families", "model_type").contains(&family.to_string()), "{family}");
     }
     assert!(names("consumers", "name").contains(&"vllm-0.33".to_string()));
-    assert_eq!(list["formats"], serde_json::json!(["gptq"]));
+    assert_eq!(list["formats"], serde_json::json!(["gptq", "awq", "compressed-tensors", "fp8"]));
     let text = scene.run(&["list"]).ok().stdout;
     for name in names("families", "model_type").into_iter().chain(names("consumers", "title")) {
         assert!(text.contains(&name), "{name}");
     }
 }
 
+/// README's table of who loads what is that of the rules.
+#[test]
+fn readme_tells_the_rules() {
+    let rows = table();
+    let mut wanted = String::from("| artifact |");
+    rows[0].consumers.iter().for_each(|(title, _)| wanted += &format!(" {title} |"));
+    wanted += &format!("\n|{}\n", "---|".repeat(rows[0].consumers.len() + 1));
+    for row in &rows {
+        wanted += &format!("| {} |", row.artifact);
+        row.consumers.iter().for_each(|(_, why)| wanted += if why.is_none() { " yes |" } else { " no |" });
+        wanted += "\n";
+    }
+    let readme = fs::read_to_string(repository("README.md")).unwrap();
+    let (_, rest) = readme.split_once("<!-- consumers -->\n").unwrap();
+    let (found, _) = rest.split_once("<!-- /consumers -->").unwrap();
+    assert!(found == wanted, "README should say:\n{wanted}");
+}
+
 #[test]
 fn quiet_leaves_only_results() {
     let scene = Scene::tiny("llama");
     let ran = scene.tiny_run(&["gptq", "model", "-o", "out", "--quiet"]).ok();
-    assert_eq!(ran.stderr, "");
+    assert!(ran.stderr.lines().all(|line| line.starts_with("warning: ")), "{}", ran.stderr);
     assert!(ran.stdout.contains("wrote out") && ran.stdout.contains("perplexity"), "{}", ran.stdout);
     let ran = scene.tiny_run(&["gptq", "model", "-o", "three", "--bits", "3", "--quiet", "--no-eval"]).ok();
     assert!(ran.stderr.lines().all(|line| line.starts_with("warning: ")), "{}", ran.stderr);

@@ -3,6 +3,7 @@
 mod attention;
 mod calibration;
 mod commands;
+mod eight_bits;
 mod elementwise;
 mod ggml;
 mod linear;

@@ -9,6 +9,7 @@ mod gguf;
 mod inspect;
 mod interruption;
 mod rules;
+mod scaling;
 
 use serde_json::Value;
 

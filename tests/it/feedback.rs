@@ -6,7 +6,7 @@ use std::sync::Arc;
 use quantkit::backend::cpu::Cpu;
 use quantkit::backend::{Backend, Gram, Matrix};
 use quantkit::calibrate::corpus::Corpus;
-use quantkit::calibrate::driver::{self, Course, Inputs, Quantizing};
+use quantkit::calibrate::driver::{self, CacheRange, Course, Inputs, Needs, Quantizing};
 use quantkit::checkpoint::Checkpoint;
 use quantkit::commands::gguf::feedback::{Encoded, FeedbackError, encode_with_feedback, supports};
 use quantkit::model::Model;
@@ -102,6 +102,10 @@ struct Collect<'a> {
 impl Quantizing for Collect<'_> {
     type Error = anyhow::Error;
 
+    fn needs(&self) -> Needs {
+        Needs { gram: true, ..Needs::default() }
+    }
+
     fn restored(&mut self, _: &Block, _: Stage) -> anyhow::Result<Option<Vec<Matrix>>> {
         Ok(None)
     }
@@ -110,12 +114,17 @@ impl Quantizing for Collect<'_> {
         let linears = block.linears(stage);
         for linear in linears.iter().filter(|_| block.index < self.blocks) {
             let weight = linear.weight.weight().to_f32().to_vec();
-            self.problems.push(Problem { rows: linear.rows, cols: linear.cols, weight, gram: inputs.gram.clone() });
+            self.problems.push(Problem {
+                rows: linear.rows,
+                cols: linear.cols,
+                weight,
+                gram: inputs.gram.clone().unwrap(),
+            });
         }
         Ok(linears.iter().map(|linear| linear.weight.clone()).collect())
     }
 
-    fn finished(&mut self, _: &Block) -> anyhow::Result<()> {
+    fn finished(&mut self, _: &Block, _: Option<CacheRange>) -> anyhow::Result<()> {
         Ok(())
     }
 }
@@ -128,7 +137,7 @@ fn demo(text: Corpus, blocks: usize, windows: usize) -> Vec<Problem> {
     let windows: Vec<Vec<u32>> = tokens.chunks_exact(256).take(windows).map(<[u32]>::to_vec).collect();
     let mut problems = Vec::new();
     let mut job = Collect { problems: &mut problems, blocks };
-    driver::run(&model, &windows, Course { true_sequential: true, drift: false }, &mut job).unwrap();
+    driver::run(&model, &windows, Course { true_sequential: true, drift: false, sample: None }, &mut job).unwrap();
     problems
 }
 
@@ -144,6 +153,7 @@ fn blocks_decode_to_the_chosen_values() {
         let (low, count) = match points {
             Points::Even { low, high, zero } => (low + zero, (high - low + 1) as u32),
             Points::Table(_) => (0, 16),
+            Points::E4m3 => unreachable!("no block type has them"),
         };
         let other =
             (0..6 * 512u32).map(|i| ((i.wrapping_mul(2_654_435_761) >> 16) % count) as u8 + low as u8).collect();
@@ -198,6 +208,7 @@ fn codes_are_those_of_the_definition() {
         let range = match points {
             Points::Even { low, high, zero } => low + zero..=high + zero,
             Points::Table(_) => 0..=15,
+            Points::E4m3 => unreachable!("no block type has them"),
         };
         let mut wanted = Vec::new();
         for (row, scales) in problem.weight.chunks_exact(n).zip(scales.chunks_exact(n / run)) {

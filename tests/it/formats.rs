@@ -1,5 +1,11 @@
 //! Packing, writing and reading artifacts: round trips, hostile files, folders that appear whole or not at all.
 
+mod awq;
+mod compressed;
+mod folder;
+mod fp8;
+mod layouts;
+
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fs;
@@ -221,8 +227,9 @@ fn configs_are_found_wherever_writers_put_them() {
     let mut plain = artifact;
     plain.config = json!({});
     assert_eq!(plain.open().unwrap().method, None);
-    plain.config = json!({"quantization_config": {"quant_method": "awq"}});
-    assert!(plain.damage().contains("quantized by `awq`, which is not read; readable are: gptq"));
+    plain.config = json!({"quantization_config": {"quant_method": "aqlm"}});
+    let known = "gptq, awq, compressed-tensors, fp8";
+    assert!(plain.damage().contains(&format!("quantized by `aqlm`, which is not read; readable are: {known}")));
     plain.config = json!({"quantization_config": {"bits": 4}});
     assert!(plain.damage().contains("no `quant_method`"));
 }

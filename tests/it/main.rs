@@ -9,6 +9,7 @@ mod emulator;
 mod end_to_end;
 mod families;
 mod feedback;
+mod folding;
 mod formats;
 mod gguf_container;
 mod gguf_metadata;

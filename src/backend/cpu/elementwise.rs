@@ -99,20 +99,33 @@ pub fn argmax(row: &[f32]) -> Option<u32> {
     best.0
 }
 
-/// The sum of squares of each column, in the order of the rows.
-pub fn squares(x: &[f32], cols: usize) -> Vec<f64> {
-    let mut sums = vec![0.0f64; cols];
+/// Goes over the rows of each column, in order.
+fn columns<T: Copy + Default + Send>(x: &[f32], cols: usize, step: impl Fn(T, f32) -> T + Sync) -> Vec<T> {
+    let mut all = vec![T::default(); cols];
     let tile = 512;
-    sums.par_chunks_mut(tile).enumerate().for_each(|(i, sums)| {
+    all.par_chunks_mut(tile).enumerate().for_each(|(i, all)| {
         vectorized(|| {
             for row in x.chunks_exact(cols) {
-                for (sum, x) in sums.iter_mut().zip(&row[i * tile..]) {
-                    *sum += f64::from(*x) * f64::from(*x);
-                }
+                all.iter_mut().zip(&row[i * tile..]).for_each(|(so_far, x)| *so_far = step(*so_far, *x));
             }
         });
     });
-    sums
+    all
+}
+
+/// The sum of squares of each column.
+pub fn squares(x: &[f32], cols: usize) -> Vec<f64> {
+    columns(x, cols, |sum, x| sum + f64::from(x) * f64::from(x))
+}
+
+/// The largest magnitude of each column; NaN where there is one.
+pub fn abs_max(x: &[f32], cols: usize) -> Vec<f32> {
+    columns(x, cols, |most, x| if x.abs() > most || x.is_nan() { x.abs() } else { most })
+}
+
+/// The sum of magnitudes of each column.
+pub fn abs_sum(x: &[f32], cols: usize) -> Vec<f64> {
+    columns(x, cols, |sum, x| sum + f64::from(x).abs())
 }
 
 /// Rotary embedding in place; the first `2 * table.half` channels of each head turn.
@@ -133,4 +146,29 @@ pub fn rope(x: &mut Tensor, spans: &[Span], head_dim: usize, table: &RopeTable) 
             }
         });
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_of_columns() {
+        // More columns than a tile has.
+        let (rows, cols) = (5, 1100);
+        let x: Vec<f32> = (0..rows * cols).map(|i| (i * 7919 % 1013) as f32 - 506.0).collect();
+        let of = |f: &dyn Fn(&[f32], usize) -> f64| -> Vec<f64> { (0..cols).map(|c| f(&x, c)).collect() };
+        let column = |x: &[f32], c: usize| (0..rows).map(|r| f64::from(x[r * cols + c]).abs()).collect::<Vec<_>>();
+        assert_eq!(squares(&x, cols), of(&|x, c| column(x, c).iter().map(|v| v * v).sum()));
+        assert_eq!(abs_sum(&x, cols), of(&|x, c| column(x, c).iter().sum()));
+        let most: Vec<f64> = abs_max(&x, cols).into_iter().map(f64::from).collect();
+        assert_eq!(most, of(&|x, c| column(x, c).into_iter().fold(0.0, f64::max)));
+        // A NaN is not forgotten, whatever comes after it.
+        for row in 0..rows {
+            let mut x = x.clone();
+            x[row * cols + 700] = f32::NAN;
+            let (most, sum) = (abs_max(&x, cols), abs_sum(&x, cols));
+            assert!((0..cols).all(|c| most[c].is_nan() == (c == 700) && sum[c].is_nan() == (c == 700)));
+        }
+    }
 }

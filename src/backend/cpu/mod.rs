@@ -1,8 +1,10 @@
-//! The CPU backend, and the reference for the others: f32 throughout, stored weights widened by panels, or multiplied
-//! from their stored form where there is one row.
+//! The CPU backend, and the reference for the others: f32 but for products of bytes, stored weights widened by panels, or
+//! multiplied from their stored form where there is one row.
 
 mod attention;
 mod elementwise;
+mod linear;
+mod rounding;
 
 use rayon::prelude::*;
 
@@ -109,11 +111,7 @@ impl Backend for Cpu {
     fn linear(&self, x: &Tensor, weight: &Matrix, bias: Option<&Tensor>) -> Done<Tensor> {
         let weight = weight.weight();
         let mut out = Tensor::zeros(x.rows, weight.rows());
-        let (host, n) = (x.as_host(), weight.rows());
-        match x.rows {
-            1 => matmul::linear_of_one(x.cols, &|rows, out| weight.products(rows, host, out), out.as_host_mut()),
-            t => matmul::linear(host, t, x.cols, n, &|rows, b| weight.panel(rows, b), out.as_host_mut()),
-        }
+        linear::linear(x.as_host(), x.rows, weight, out.as_host_mut());
         if let Some(bias) = bias {
             elementwise::add_row(out.as_host_mut(), bias.as_host());
         }
@@ -186,6 +184,14 @@ impl Backend for Cpu {
         Ok(elementwise::squares(x.as_host(), x.cols))
     }
 
+    fn abs_max(&self, x: &Tensor) -> Done<Vec<f32>> {
+        Ok(elementwise::abs_max(x.as_host(), x.cols))
+    }
+
+    fn abs_sum(&self, x: &Tensor) -> Done<Vec<f64>> {
+        Ok(elementwise::abs_sum(x.as_host(), x.cols))
+    }
+
     fn drift(&self, n: usize) -> Done<Drift> {
         Ok(Drift::host(n, vec![0.0; n * n], 0))
     }
@@ -206,7 +212,7 @@ impl Backend for Cpu {
         let mut logits = Vec::new();
         for (x, targets) in x.as_host().chunks(rows * x.cols).zip(targets.chunks(rows)) {
             logits.resize(targets.len() * vocab, 0.0);
-            matmul::linear(x, targets.len(), weight.cols(), vocab, &|rows, b| weight.panel(rows, b), &mut logits);
+            linear::linear(x, targets.len(), weight, &mut logits);
             if let Some(cap) = softcap {
                 elementwise::softcap(&mut logits, cap);
             }

@@ -72,16 +72,35 @@ pub fn linear(
         Precision::Single => (Plane::F16, 1),
     };
     let x = Planes::of(x, plane, precision, None, cols)?;
-    let height = (PANEL_BYTES / (cols * 2 * planes) / PANEL_STEP * PANEL_STEP).clamp(PANEL_STEP, n.max(PANEL_STEP));
     let row_bytes = cols / kind.block() * kind.bytes();
+    by_panels(
+        cols * 2 * planes,
+        bias,
+        out,
+        |first, rows| decoded(kernels.decode, blocks, first * row_bytes, rows, cols, plane),
+        |weight, bias, out| tensor_cores(&x, weight, bias, out),
+    )
+}
+
+/// Outputs a panel of the weight's rows at a time: `decode` gives those from a row on, as many as it is told, which take
+/// `row_bytes` each; `multiply` adds the bias where it is given one.
+pub(super) fn by_panels(
+    row_bytes: usize,
+    bias: Option<&Buffer>,
+    out: &Tensor,
+    decode: impl Fn(usize, usize) -> Done<Planes>,
+    multiply: impl Fn(&Planes, Option<&Buffer>, &Tensor) -> Done<()>,
+) -> Done<()> {
+    let (device, n) = (out.buffer().device(), out.cols);
+    let height = (PANEL_BYTES / row_bytes.max(1) / PANEL_STEP * PANEL_STEP).clamp(PANEL_STEP, n.max(PANEL_STEP));
     for first in (0..n).step_by(height) {
         let width = height.min(n - first);
-        let weight = decoded(kernels.decode, blocks, first * row_bytes, width, cols, plane)?;
+        let weight = decode(first, width)?;
         if width == n {
-            return tensor_cores(&x, &weight, bias, out);
+            return multiply(&weight, bias, out);
         }
         let part = Tensor::cuda(out.rows, width, floats(device, out.rows, width)?);
-        tensor_cores(&x, &weight, None, &part)?;
+        multiply(&weight, None, &part)?;
         let launch = device.launch("ggml_place", [out.rows, width.div_ceil(BLOCK), 1], BLOCK);
         let launch = launch.buffer(part.buffer()).optional(bias).buffer(out.buffer());
         launch.u32(width).u32(first).u32(n).go()?;

@@ -13,16 +13,16 @@ use cudarc::cublas::{CudaBlas, result as cublas};
 use super::super::Done;
 use super::super::tensor::Tensor;
 use super::weights::{DeviceMatrix, Plane, Quant, UNIT};
-use super::{BLOCK, Buffer, Device, Precision, blocks, floats, ggml};
+use super::{BLOCK, Buffer, Device, Precision, blocks, eight_bits, floats, ggml};
 
 /// Rows that the kernels for decoding take.
 pub(super) const GEMV_ROWS: usize = 4;
 /// Rows up to which the kernels that spread one output over a block are the better ones.
-const SMALL_ROWS: usize = 64;
+pub(super) const SMALL_ROWS: usize = 64;
 /// Rows and outputs of a block in the kernels for many rows.
-const BIG_TILE: usize = 128;
+pub(super) const BIG_TILE: usize = 128;
 /// Rows of a block in the kernels for few rows.
-const SMALL_TILE: usize = 16;
+pub(super) const SMALL_TILE: usize = 16;
 
 /// A kernel for many rows and its kin for few.
 struct Pair {
@@ -92,6 +92,8 @@ pub fn linear(
         }
         DeviceMatrix::Quant(weight) => quant(x, weight, bias, precision, &out)?,
         DeviceMatrix::Ggml { kind, blocks } => ggml::linear(x, *kind, blocks, bias, precision, &out)?,
+        DeviceMatrix::Int8(weight) => eight_bits::bytes(x, weight, bias, precision, &out)?,
+        DeviceMatrix::Fp8(weight) => eight_bits::floats(x, weight, bias, precision, &out)?,
     }
     Ok(out)
 }
@@ -126,7 +128,14 @@ impl Planes {
     }
 }
 
-fn dense(x: &Tensor, weight: &Planes, bias: Option<&Buffer>, precision: Precision, out: &Tensor) -> Done<()> {
+/// x times the planes of a weight.
+pub(super) fn dense(
+    x: &Tensor,
+    weight: &Planes,
+    bias: Option<&Buffer>,
+    precision: Precision,
+    out: &Tensor,
+) -> Done<()> {
     let (device, n) = (x.buffer().device(), out.cols);
     if x.rows <= GEMV_ROWS {
         let kernel = match (weight.plane, &weight.low) {

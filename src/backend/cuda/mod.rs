@@ -4,6 +4,7 @@ mod attention;
 pub mod batch;
 pub mod cache;
 mod device;
+mod eight_bits;
 mod ggml;
 pub mod graph;
 mod linear;
@@ -246,7 +247,9 @@ impl Backend for Cuda {
         let matrix = self.matrix(table, device)?;
         let (plane, high, low, stride) = match &*matrix {
             DeviceMatrix::Dense { plane, high, low, stride } => (plane, high, low, stride),
-            DeviceMatrix::Quant(_) => return Err(device.failed("a quantized embedding table")),
+            DeviceMatrix::Quant(_) | DeviceMatrix::Int8(_) | DeviceMatrix::Fp8(_) => {
+                return Err(device.failed("a quantized embedding table"));
+            }
             DeviceMatrix::Ggml { kind, blocks } => {
                 let out = Tensor::cuda(*rows, cols, out);
                 ggml::embed(*kind, blocks, buffer, scale, &out)?;
@@ -379,6 +382,22 @@ impl Backend for Cuda {
         let device = x.buffer().device();
         let out = device.alloc(x.cols * 8)?;
         let launch = device.launch("column_squares", [x.cols.div_ceil(32), 1, 1], BLOCK).buffer(x.buffer());
+        launch.buffer(&out).u32(x.rows).u32(x.cols).go()?;
+        device.download(&out, 0, x.cols)
+    }
+
+    fn abs_max(&self, x: &Tensor) -> Done<Vec<f32>> {
+        let device = x.buffer().device();
+        let out = device.alloc(x.cols * 4)?;
+        let launch = device.launch("column_abs_max", [x.cols.div_ceil(32), 1, 1], BLOCK).buffer(x.buffer());
+        launch.buffer(&out).u32(x.rows).u32(x.cols).go()?;
+        device.download(&out, 0, x.cols)
+    }
+
+    fn abs_sum(&self, x: &Tensor) -> Done<Vec<f64>> {
+        let device = x.buffer().device();
+        let out = device.alloc(x.cols * 8)?;
+        let launch = device.launch("column_abs_sum", [x.cols.div_ceil(32), 1, 1], BLOCK).buffer(x.buffer());
         launch.buffer(&out).u32(x.rows).u32(x.cols).go()?;
         device.download(&out, 0, x.cols)
     }

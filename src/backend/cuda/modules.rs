@@ -19,8 +19,8 @@ macro_rules! files {
 }
 
 files!(
-    "attention_64" "attention_128" "attention_256" "attention_combine" "cache" "cholesky" "elementwise" "gather" "gemm"
-    "gemv" "ggml_basic" "ggml_iq" "ggml_k" "ggml_panel" "ggml_ternary" "gptq" "quant_2" "quant_3" "quant_4" "quant_8"
+    "attention_64" "attention_128" "attention_256" "attention_combine" "cache" "cholesky" "eight_bits" "elementwise" "gather"
+    "gemm" "gemv" "ggml_basic" "ggml_iq" "ggml_k" "ggml_panel" "ggml_ternary" "gptq" "int8" "quant_2" "quant_3" "quant_4" "quant_8"
     "simt" "sweep"
 );
 

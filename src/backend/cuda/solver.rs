@@ -115,7 +115,7 @@ impl Cuda {
                     let kernel = if *plane == Plane::F16 { "gather_f16" } else { "gather_bf16" };
                     (kernel, high.clone(), first * stride * 2, *stride)
                 }
-                DeviceMatrix::Quant(_) | DeviceMatrix::Ggml { .. } => {
+                DeviceMatrix::Quant(_) | DeviceMatrix::Ggml { .. } | DeviceMatrix::Int8(_) | DeviceMatrix::Fp8(_) => {
                     return Err(device.failed("a weight that is quantized already"));
                 }
             },

@@ -14,7 +14,7 @@ use cudarc::driver::{CudaEvent, PinnedHostSlice, result};
 use half::bf16;
 
 use super::super::Done;
-use super::super::weight::{Dense, Gptq, Weight};
+use super::super::weight::{Dense, Fp8, Gptq, Inputs, Int8, Weight};
 use super::device::Device;
 use super::memory::Buffer;
 use crate::num::bits;
@@ -23,6 +23,8 @@ use crate::tensor::{Dtype, widened};
 
 /// Input columns that kernels take at once; rows are padded to a multiple.
 pub const UNIT: usize = 32;
+/// Bytes of a segment that the kernels for bytes take at once.
+pub const SEGMENT_UNIT: usize = 64;
 /// Bytes of one page-locked buffer. Two take turns.
 const STAGING: usize = 16 << 20;
 
@@ -49,6 +51,36 @@ pub enum DeviceMatrix {
         kind: GgmlType,
         blocks: Buffer,
     },
+    Int8(Bytes),
+    Fp8(Floats),
+}
+
+/// Signed bytes in segments of input columns, as [`Inputs::segment`] has them.
+#[derive(Debug)]
+pub struct Bytes {
+    /// `[rows, segments * padded]`: each segment filled up with zeros.
+    pub values: Buffer,
+    /// `[rows]` f32.
+    pub scales: Buffer,
+    /// `[segments, rows]` i32: sums of the values, where zero points of inputs need them.
+    pub sums: Option<Buffer>,
+    pub segments: usize,
+    /// Bytes of a segment with what fills it up, a multiple of [`SEGMENT_UNIT`].
+    pub padded: usize,
+    pub inputs: Inputs,
+}
+
+/// E4M3 numbers.
+#[derive(Debug)]
+pub struct Floats {
+    /// `[rows, cols]`
+    pub values: Buffer,
+    /// `[ceil(rows / tile.0), ceil(cols / tile.1)]` f32.
+    pub scales: Buffer,
+    pub tile: (usize, usize),
+    /// `[rows]` f32, where an output has one scale.
+    pub of_outputs: Option<Buffer>,
+    pub inputs: Inputs,
 }
 
 /// Integers in units of [`UNIT`] input columns, each group whole units.
@@ -72,6 +104,8 @@ impl DeviceMatrix {
         let all = match self {
             DeviceMatrix::Dense { high, low, .. } => [Some(high), low.as_ref(), None, None],
             DeviceMatrix::Ggml { blocks, .. } => [Some(blocks), None, None, None],
+            DeviceMatrix::Int8(w) => [Some(&w.values), Some(&w.scales), w.sums.as_ref(), None],
+            DeviceMatrix::Fp8(w) => [Some(&w.values), Some(&w.scales), w.of_outputs.as_ref(), None],
             DeviceMatrix::Quant(q) => [Some(&q.q), Some(&q.scales), Some(&q.zeros), q.gather.as_ref()],
         };
         all.into_iter().flatten()
@@ -107,6 +141,8 @@ impl Stored {
             Weight::Dense(w) => (w.rows * w.cols.next_multiple_of(UNIT) * w.dtype.size()) as u64,
             Weight::Gptq(w) => (w.qweight.len() * 4 + w.scales.len() * 5) as u64,
             Weight::Ggml(w) => w.bytes.len() as u64,
+            Weight::Int8(w) => (w.values.len() + w.scales.len() * 4) as u64,
+            Weight::Fp8(w) => (w.values.len() + w.scales.len() * 4) as u64,
         };
         total.fetch_add(bytes, Ordering::Relaxed);
         Self { weight, slots: (0..devices).map(|_| Mutex::default()).collect(), bytes, total: total.clone() }
@@ -213,6 +249,8 @@ impl Loader {
                 };
                 self.bring_dense(&Dense { rows: w.rows, cols: w.cols, dtype, bytes: w.bytes.clone() })
             }
+            Weight::Int8(w) => Ok(DeviceMatrix::Int8(self.bring_bytes(w)?)),
+            Weight::Fp8(w) => Ok(DeviceMatrix::Fp8(self.bring_floats(w)?)),
         }
     }
 
@@ -256,6 +294,46 @@ impl Loader {
             (self.copy(cast_slice(&words))?, Some(self.copy(cast_slice(&gather))?))
         };
         Ok(Quant { bits: w.bits, q, scales, zeros, units, units_per_group, gather })
+    }
+
+    fn bring_bytes(&self, w: &Int8) -> Done<Bytes> {
+        let segment = w.inputs.segment(w.cols);
+        let (segments, padded) = (w.cols.div_ceil(segment), segment.next_multiple_of(SEGMENT_UNIT));
+        let values = if segments * padded == w.cols {
+            self.copy(&w.values)?
+        } else {
+            let mut filled = vec![0; w.rows * segments * padded];
+            for (to, row) in filled.chunks_mut((segments * padded).max(1)).zip(w.values.chunks(w.cols.max(1))) {
+                for (to, part) in to.chunks_mut(padded).zip(row.chunks(segment)) {
+                    to[..part.len()].copy_from_slice(part);
+                }
+            }
+            self.copy(&filled)?
+        };
+        let sums = if w.inputs.has_zeros() {
+            let mut sums = vec![0i32; segments * w.rows];
+            for (n, row) in w.values.chunks(w.cols.max(1)).enumerate() {
+                for (s, part) in row.chunks(segment).enumerate() {
+                    sums[s * w.rows + n] = part.iter().map(|v| i32::from(*v as i8)).sum();
+                }
+            }
+            Some(self.copy(cast_slice(&sums))?)
+        } else {
+            None
+        };
+        let scales = self.copy(cast_slice(&w.scales))?;
+        Ok(Bytes { values, scales, sums, segments, padded, inputs: w.inputs })
+    }
+
+    fn bring_floats(&self, w: &Fp8) -> Done<Floats> {
+        let of_outputs = if w.tile.1 >= w.cols {
+            let each: Vec<f32> = (0..w.rows).map(|n| w.scales[n / w.tile.0]).collect();
+            Some(self.copy(cast_slice(&each))?)
+        } else {
+            None
+        };
+        let (values, scales) = (self.copy(&w.values)?, self.copy(cast_slice(&w.scales))?);
+        Ok(Floats { values, scales, tile: w.tile, of_outputs, inputs: w.inputs })
     }
 
     /// Fresh memory with `bytes` in it, through the page-locked buffers.

@@ -9,7 +9,7 @@ use super::Output;
 use super::feedback::{encode_with_feedback, supports};
 use crate::backend::Matrix;
 use crate::backend::weight::{Ggml, Weight};
-use crate::calibrate::driver::{self, Course, Inputs, Quantizing};
+use crate::calibrate::driver::{self, CacheRange, Course, Inputs, Needs, Quantizing};
 use crate::cli::interrupt;
 use crate::format::gguf::names::Architecture;
 use crate::model::Model;
@@ -26,7 +26,7 @@ pub fn run(model: &Model, architecture: &Architecture, windows: &[Vec<u32>], out
     }
     let options = FeedbackOptions::default();
     let mut job = Job { model, architecture, output, options, encoded: BTreeMap::new() };
-    driver::run(model, windows, Course { true_sequential: true, drift: false }, &mut job)
+    driver::run(model, windows, Course { true_sequential: true, drift: false, sample: None }, &mut job)
 }
 
 struct Job<'a, 'b> {
@@ -51,13 +51,14 @@ impl Job<'_, '_> {
             let curvature = match curvatures.entry(kind.block()) {
                 std::collections::btree_map::Entry::Occupied(found) => found.into_mut(),
                 std::collections::btree_map::Entry::Vacant(empty) => {
-                    empty.insert(curvature(&inputs.gram, &inputs.diagonal, kind.block(), &self.options)?)
+                    let gram = inputs.gram.as_ref().context("a Gram matrix")?;
+                    empty.insert(curvature(gram, &inputs.diagonal, kind.block(), &self.options)?)
                 }
             };
             return Ok(encode_with_feedback(kind, &weight, linear.cols, curvature, &self.options)?.bytes);
         }
         // Types whose codes stand for several values: importance alone.
-        let tokens = inputs.gram.tokens.max(1) as f64;
+        let tokens = inputs.tokens.max(1) as f64;
         let importance: Vec<f32> = inputs.diagonal.iter().map(|sum| (sum / tokens) as f32).collect();
         Ok(encode(kind, &weight, linear.cols, Some(&importance))?)
     }
@@ -65,6 +66,10 @@ impl Job<'_, '_> {
 
 impl Quantizing for Job<'_, '_> {
     type Error = Error;
+
+    fn needs(&self) -> Needs {
+        Needs { gram: true, ..Needs::default() }
+    }
 
     fn restored(&mut self, _block: &Block, _stage: Stage) -> Result<Option<Vec<Matrix>>> {
         Ok(None)
@@ -91,7 +96,7 @@ impl Quantizing for Job<'_, '_> {
         Ok(matrices)
     }
 
-    fn finished(&mut self, block: &Block) -> Result<()> {
+    fn finished(&mut self, block: &Block, _cache: Option<CacheRange>) -> Result<()> {
         let encoded = std::mem::take(&mut self.encoded);
         self.output.put_through(block.index as i64, &encoded)
     }

@@ -77,7 +77,7 @@ fn stored(weight: &Weight) -> GgmlType {
         Weight::Dense(Dense { dtype: Dtype::F16, .. }) => GgmlType::F16,
         Weight::Dense(Dense { dtype: Dtype::BF16, .. }) => GgmlType::BF16,
         Weight::Ggml(w) => w.kind,
-        Weight::Dense(_) | Weight::Gptq(_) => GgmlType::F32,
+        Weight::Dense(_) | Weight::Gptq(_) | Weight::Int8(_) | Weight::Fp8(_) => GgmlType::F32,
     }
 }
 

@@ -7,63 +7,78 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use super::job::cache_spec;
 use super::modules::Modules;
 use super::work::Work;
-use crate::checkpoint::Checkpoint;
 use crate::cli::interrupt;
 use crate::format::atomic::OutputFolder;
 use crate::format::config::config_json;
-use crate::format::gptq::linear_specs;
+use crate::format::layout::{KvScales, Layout};
 use crate::format::manifest::{Calibration, FileRecord, Manifest};
 use crate::format::pretty;
 use crate::format::safetensors::{TensorSpec, write_sharded};
+use crate::model::Model;
 use crate::recipe::Recipe;
 
-/// The tensors of the artifact: quantized linears replace `weight` by theirs, everything else stays.
-pub fn specs(source: &Checkpoint, modules: &Modules) -> Vec<TensorSpec> {
+/// The tensors of the artifact: quantized linears replace `weight` by theirs, everything else stays. Scales for a
+/// cache come on top.
+pub fn specs(model: &Model, modules: &Modules, layout: &dyn Layout, kv_cache: Option<KvScales>) -> Vec<TensorSpec> {
     let quantized: BTreeMap<&str, _> =
         modules.modules.iter().filter_map(|m| Some((m.name.as_str(), (m, m.scheme?)))).collect();
     let mut specs = Vec::new();
-    for (name, entry) in source.tensors() {
+    for (name, entry) in model.checkpoint().tensors() {
         match name.strip_suffix(".weight").and_then(|module| quantized.get(module)) {
-            Some((module, scheme)) => specs.extend(linear_specs(&module.name, module.rows, module.cols, *scheme)),
+            Some((module, scheme)) => specs.extend(layout.specs(module, *scheme)),
             None => specs.push(TensorSpec::new(name.clone(), entry.dtype, entry.shape.clone())),
         }
+    }
+    for (block, kind) in model.blocks.iter().flat_map(|block| kv_cache.map(|kind| (block, kind))) {
+        let heads = model.config.kv_heads;
+        specs.extend(["k_scale", "v_scale"].map(|name| cache_spec(&block.path, name, kind, heads)));
     }
     specs
 }
 
 /// What the artifact's folder is filled with.
 pub struct Contents<'a> {
-    pub source: &'a Checkpoint,
+    pub model: &'a Model,
+    pub layout: &'a dyn Layout,
     pub source_files: Vec<FileRecord>,
     pub modules: &'a Modules,
     pub recipe: &'a Recipe,
     pub quantization: &'a Value,
     pub reports: Value,
+    pub transforms: Value,
     pub work: &'a Work,
-    pub blocks: usize,
 }
 
 /// Fills `folder`; returns the size of the weight files.
 pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
-    let Contents { source, modules, recipe, quantization, work, .. } = contents;
+    let Contents { model, layout, modules, recipe, quantization, work, .. } = contents;
+    let source = model.checkpoint();
     let mut stored = BTreeMap::new();
-    for index in 0..contents.blocks {
-        let (opened, _) = work.load(index)?.context("a finished block has disappeared from the work folder")?;
-        stored.extend(opened.source.checkpoint().tensors().clone());
+    for index in 0..model.blocks.len() {
+        let finished = work.load(index)?.context("a finished block has disappeared from the work folder")?;
+        stored.extend(finished.opened.source.checkpoint().tensors().clone());
     }
-    let sharded = write_sharded(folder.path(), specs(source, modules), recipe.max_shard_bytes, |spec: &TensorSpec| {
-        interrupt::check()?;
-        let entry = stored.get(&spec.name).or_else(|| source.tensors().get(&spec.name));
-        // Not `anyhow::Error`, which would hide the cause that decides the exit code.
-        entry.map(|e| e.bytes.clone()).ok_or_else(|| Box::<dyn Error + Send + Sync>::from("it has no data"))
-    })?;
+    let sharded = write_sharded(
+        folder.path(),
+        specs(model, modules, *layout, recipe.method.kv_cache),
+        recipe.max_shard_bytes,
+        |spec: &TensorSpec| {
+            interrupt::check()?;
+            let entry = stored.get(&spec.name).or_else(|| source.tensors().get(&spec.name));
+            // Not `anyhow::Error`, which would hide the cause that decides the exit code.
+            entry.map(|e| e.bytes.clone()).ok_or_else(|| Box::<dyn Error + Send + Sync>::from("it has no data"))
+        },
+    )?;
     let mut outputs = sharded.files;
     outputs.push(folder.write("config.json", &pretty(&config_json(source.config(), quantization)))?);
-    outputs.push(folder.write("quantize_config.json", &pretty(quantization))?);
+    if let Some(file) = layout.side_file() {
+        outputs.push(folder.write(file, &pretty(quantization))?);
+    }
     for name in source.side_files()? {
-        if name == "config.json" {
+        if name == "config.json" || Some(&name[..]) == layout.side_file() {
             continue;
         }
         outputs.push(match source.made(&name) {
@@ -76,6 +91,9 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
         description: format!("{} windows of {} tokens of {}, {}", c.nsamples, c.seqlen, c.text, c.sampling),
         tokens_sha256: c.tokens_sha256.clone(),
     });
+    let of_source = |fits: &dyn Fn(&String) -> bool| -> Vec<&String> {
+        source.tensors().keys().filter(|name| !is_quantized(name, modules) && fits(name)).collect()
+    };
     let manifest = Manifest {
         tool: concat!("quantkit ", env!("CARGO_PKG_VERSION")).into(),
         options: serde_json::to_value(recipe)?,
@@ -84,9 +102,11 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
         outputs,
         modules: json!({
             "quantized": contents.reports,
+            "scaled": contents.transforms,
             "floating_point": modules.modules.iter().filter(|m| m.scheme.is_none()).map(|m| &m.name).collect::<Vec<_>>(),
             "changed_by_shape": modules.notes,
-            "copied_tensors": source.tensors().keys().filter(|name| !is_quantized(name, modules)).collect::<Vec<_>>(),
+            "folded_tensors": of_source(&|name| stored.contains_key(name)),
+            "copied_tensors": of_source(&|name| !stored.contains_key(name)),
         }),
     };
     manifest.write(folder.path())?;

@@ -17,7 +17,18 @@ pub fn estimate(model: &Model, method: &Method, tokens: usize) -> u64 {
     let widest = widths.into_iter().max().unwrap_or(0);
     // f64: Gram matrix, damped copy, factor and its inverse; f32: factor, Hessian, drift in both orders.
     let per_weight = 4 * 8 + 4 + 4 + if course.drift { 8 } else { 0 };
-    activations + widest * widest * per_weight
+    let matrices = if method.needs().gram { widest * widest * per_weight } else { 0 };
+    // A transform keeps the inputs of the block, sees it through once more, and has its weights in f32 twice.
+    let weights: u64 = block.all_linears().map(|linear| (linear.rows * linear.cols * 4) as u64).sum();
+    let transform = match method.transform {
+        Some(_) => tokens as u64 * model.config.hidden as u64 * 4 + 2 * weights,
+        None => 0,
+    };
+    let cache = match method.kv_cache {
+        Some(_) => tokens as u64 * 2 * (model.config.kv_heads * model.config.head_dim) as u64 * 4,
+        None => 0,
+    };
+    activations + matrices + transform + cache
 }
 
 /// How many of `windows` windows of `length` tokens fit into `free` bytes; `None` if not even one does.

@@ -1,13 +1,19 @@
 //! Which linears are quantized, and how: rules, exclusions, group sizes that do not fit.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, bail};
 use regex::Regex;
 
+use crate::backend::weight::Weight;
 use crate::cli::args::{OnMisfit, SchemeArgs};
-use crate::format::consumers::{Module, Plan};
+use crate::format::consumers::{Kind, Module, Plan};
+use crate::format::layout::{KvScales, Layout, fitting};
 use crate::model::Model;
-use crate::pack::gptq::{Version, check_shape};
+use crate::model::block::Linear;
+use crate::pack::gptq::Version;
 use crate::scheme::{GroupSize, Scheme};
+use crate::tensor::Dtype;
 
 /// The linears of all blocks with their settled schemes, and what had to be changed to get there.
 pub struct Modules {
@@ -15,6 +21,9 @@ pub struct Modules {
     pub notes: Vec<String>,
     heads: usize,
     kv_heads: usize,
+    head_dim: usize,
+    /// The types of the linears' weights in the checkpoint.
+    dtypes: BTreeMap<String, Dtype>,
 }
 
 impl Modules {
@@ -23,10 +32,24 @@ impl Modules {
         self.modules.iter().find(|m| m.name == path).and_then(|m| m.scheme)
     }
 
+    /// Those of some linears.
+    pub fn schemes(&self, linears: &[&Linear]) -> Vec<Option<Scheme>> {
+        linears.iter().map(|linear| self.scheme(&linear.path)).collect()
+    }
+
+    /// The type that the checkpoint has for the weight of a module.
+    pub fn dtype(&self, path: &str) -> Dtype {
+        self.dtypes.get(path).copied().unwrap_or(Dtype::F32)
+    }
+
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
     /// The artifact to come, as consumers look at it.
-    pub fn plan(&self, scheme: Scheme, version: Version, desc_act: bool) -> Plan {
+    pub fn plan(&self, scheme: Scheme, kind: Kind, kv_cache: Option<KvScales>) -> Plan {
         let Self { heads, kv_heads, .. } = *self;
-        Plan { scheme, version, desc_act, heads, kv_heads, modules: self.modules.clone() }
+        Plan { scheme, kind, heads, kv_heads, kv_cache, modules: self.modules.clone() }
     }
 
     /// The version that readers of these modules and of their common `base` take the same way.
@@ -36,7 +59,7 @@ impl Modules {
 }
 
 /// Settles the scheme of every linear before any work.
-pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs) -> Result<Modules> {
+pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs, layout: &dyn Layout) -> Result<Modules> {
     let rules = parse_rules(args, base)?;
     let mut used = vec![false; rules.len()];
     let mut modules = Vec::new();
@@ -52,16 +75,16 @@ pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs) -> Result<Modules>
             None => Some(base),
         };
         if let Some(wanted) = scheme
-            && let Err(why) = fits(linear.rows, linear.cols, wanted)
+            && let Err(why) = layout.check(linear.rows, linear.cols, wanted)
         {
             let path = &linear.path;
             scheme = match args.on_misfit {
                 OnMisfit::Refuse => {
-                    misfits.push(format!("{path}: {why}{}", alternatives(linear.rows, linear.cols, wanted)));
+                    misfits.push(format!("{path}: {why}{}", alternatives(layout, linear.rows, linear.cols, wanted)));
                     continue;
                 }
                 OnMisfit::Skip => None,
-                OnMisfit::SmallerGroup => smaller(linear.rows, linear.cols, wanted),
+                OnMisfit::SmallerGroup => smaller(layout, linear.rows, linear.cols, wanted),
             };
             notes.push(match scheme {
                 Some(s) => format!("{path}: group size {} instead of {} ({why})", s.group_size, wanted.group_size),
@@ -72,7 +95,10 @@ pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs) -> Result<Modules>
     }
     if let Some(first) = misfits.first() {
         let more = if misfits.len() > 1 { format!(" (and {} more modules)", misfits.len() - 1) } else { String::new() };
-        bail!("{first}{more}; or use `--on-misfit skip` or `--on-misfit smaller-group`");
+        match args.on_misfit_given {
+            true => bail!("{first}{more}; or use `--on-misfit skip` or `--on-misfit smaller-group`"),
+            false => bail!("{first}{more}; leave such modules out with --skip"),
+        }
     }
     if let Some(i) = used.iter().position(|used| !used) {
         bail!(
@@ -84,32 +110,27 @@ pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs) -> Result<Modules>
     if modules.iter().all(|m| m.scheme.is_none()) {
         bail!("no module is left to quantize");
     }
-    Ok(Modules { modules, notes, heads: model.config.heads, kv_heads: model.config.kv_heads })
+    let dtype = |linear: &Linear| match linear.weight.weight() {
+        Weight::Dense(weight) => weight.dtype,
+        _ => Dtype::F32,
+    };
+    let linears = model.blocks.iter().flat_map(|b| b.all_linears());
+    Ok(Modules {
+        modules,
+        notes,
+        heads: model.config.heads,
+        kv_heads: model.config.kv_heads,
+        head_dim: model.config.head_dim,
+        dtypes: linears.map(|linear| (linear.path.clone(), dtype(linear))).collect(),
+    })
 }
 
-fn fits(rows: usize, cols: usize, scheme: Scheme) -> Result<(), String> {
-    check_shape(rows, cols, scheme.bits).map_err(|e| e.to_string())?;
-    if scheme.group_size.divides(cols) {
-        Ok(())
-    } else {
-        Err(format!("group size {} does not divide its {cols} input channels", scheme.group_size))
-    }
+fn smaller(layout: &dyn Layout, rows: usize, cols: usize, scheme: Scheme) -> Option<Scheme> {
+    fitting(layout, rows, cols, scheme).find(|s| s.group_size.raw() < scheme.group_size.raw())
 }
 
-/// Group sizes in use, largest first.
-const SIZES: [i32; 7] = [1024, 512, 256, 128, 64, 32, 16];
-
-fn fitting(rows: usize, cols: usize, scheme: Scheme) -> impl Iterator<Item = Scheme> {
-    let sizes = SIZES.into_iter().filter_map(GroupSize::new);
-    sizes.map(move |group_size| Scheme { group_size, ..scheme }).filter(move |s| fits(rows, cols, *s).is_ok())
-}
-
-fn smaller(rows: usize, cols: usize, scheme: Scheme) -> Option<Scheme> {
-    fitting(rows, cols, scheme).find(|s| s.group_size.raw() < scheme.group_size.raw())
-}
-
-fn alternatives(rows: usize, cols: usize, scheme: Scheme) -> String {
-    let sizes: Vec<String> = fitting(rows, cols, scheme).map(|s| s.group_size.to_string()).collect();
+fn alternatives(layout: &dyn Layout, rows: usize, cols: usize, scheme: Scheme) -> String {
+    let sizes: Vec<String> = fitting(layout, rows, cols, scheme).map(|s| s.group_size.to_string()).collect();
     if sizes.is_empty() { "; no group size would do".into() } else { format!("; {} or -1 would", sizes.join(", ")) }
 }
 

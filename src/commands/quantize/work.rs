@@ -10,10 +10,9 @@ use serde_json::{Value, json};
 
 use crate::checkpoint::Checkpoint;
 use crate::format::atomic::{OutputFolder, lock, write_atomic};
-use crate::format::gptq::linear_tensors;
 use crate::format::safetensors::TensorSpec;
 use crate::format::{self, pretty, safetensors};
-use crate::pack::gptq::Packed;
+use crate::model::fold::Fold;
 use crate::tensor::Bytes;
 
 /// What came of one module.
@@ -31,6 +30,35 @@ pub struct ModuleReport {
     pub damp_percent: Option<f64>,
     /// Input channels that calibration saw only as zero.
     pub dead_channels: usize,
+    /// The largest magnitude among its inputs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub input_max: Option<f32>,
+    /// That in parts of their root mean square.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub input_crest: Option<f64>,
+}
+
+/// What came of one block.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BlockReport {
+    /// Its path.
+    pub block: String,
+    pub modules: Vec<ModuleReport>,
+    /// Scales that were moved before rounding.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub folds: Vec<Fold>,
+    /// What they made of the error that the search measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error_ratio: Option<f64>,
+    /// How strongly inputs were smoothed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alpha: Option<f32>,
+}
+
+/// A block that an earlier run finished.
+pub struct Finished {
+    pub opened: format::Opened,
+    pub report: BlockReport,
 }
 
 /// What [`Work::open`] found.
@@ -131,14 +159,14 @@ impl Work {
     }
 
     /// The finished block `index`, if there is one.
-    pub fn load(&self, index: usize) -> Result<Option<(format::Opened, Vec<ModuleReport>)>> {
+    pub fn load(&self, index: usize) -> Result<Option<Finished>> {
         let dir = self.block(index);
         if !dir.exists() {
             return Ok(None);
         }
         let read = || -> Result<_> {
-            let reports = serde_json::from_slice(&fs::read(dir.join("report.json"))?)?;
-            Ok((format::open(Checkpoint::open(&dir)?)?, reports))
+            let report = serde_json::from_slice(&fs::read(dir.join("report.json"))?)?;
+            Ok(Finished { opened: format::open(Checkpoint::open(&dir)?)?, report })
         };
         read()
             .map(Some)
@@ -146,12 +174,10 @@ impl Work {
     }
 
     /// Stores block `index`: whole, or not at all.
-    pub fn store(&self, index: usize, linears: &[(String, Packed)], reports: &[ModuleReport]) -> Result<()> {
+    pub fn store(&self, index: usize, tensors: &[(TensorSpec, Bytes)], report: &BlockReport) -> Result<()> {
         let folder = OutputFolder::create(&self.block(index))?;
-        let tensors: Vec<(TensorSpec, Bytes)> =
-            linears.iter().flat_map(|(path, packed)| linear_tensors(path, packed)).collect();
         let mut config = json!({});
-        if !tensors.is_empty() {
+        if !report.modules.is_empty() {
             config["quantization_config"] = self.quantization.clone();
         }
         let specs = tensors.iter().map(|(spec, _)| spec.clone()).collect();
@@ -160,7 +186,7 @@ impl Work {
             found.context("a planned tensor has no data")
         })?;
         folder.write("config.json", &pretty(&config))?;
-        folder.write("report.json", &pretty(&serde_json::to_value(reports)?))?;
+        folder.write("report.json", &pretty(&serde_json::to_value(report)?))?;
         Ok(folder.commit()?)
     }
 

@@ -1,10 +1,13 @@
 //! The GPTQ artifact: four tensors for each linear, and one quantization config.
 
+mod layout;
 mod settings;
 mod source;
 mod write;
 
+pub use layout::GptqLayout;
 pub use source::{GptqSource, Stored};
+pub(super) use write::rule_json;
 pub use write::{GptqConfig, Rule, linear_specs, linear_tensors};
 
 use super::{FormatError, Opened, config};

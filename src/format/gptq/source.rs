@@ -7,9 +7,10 @@ use rayon::prelude::*;
 
 use super::settings::Settings;
 use crate::backend::weight::{Gptq, Weight};
-use crate::checkpoint::{Checkpoint, Entry};
+use crate::checkpoint::Checkpoint;
 use crate::format::FormatError;
 use crate::format::config::Found;
+use crate::format::stored::{FLOATS, Tensors, checked_groups, in_order, nothing_quantized, same_shape};
 use crate::model::source::{SourceError, WeightSource, dense};
 use crate::num::bits;
 use crate::pack::gptq::{Version, zero_points};
@@ -56,10 +57,9 @@ impl GptqSource {
         let settings = Settings::parse(found)?;
         let names: Vec<&str> = checkpoint.tensors().keys().filter_map(|name| name.strip_suffix(".qweight")).collect();
         if names.is_empty() {
-            let why = "the config says `gptq`, but no tensor ends in `.qweight`".into();
-            return Err(FormatError::Config { path: found.path.clone(), why });
+            return Err(nothing_quantized(found, "ends in `.qweight`"));
         }
-        let read = |name: &&str| match check(&checkpoint, name, &settings) {
+        let read = |name: &&str| match check(Tensors { checkpoint: &checkpoint, module: name }, &settings) {
             Ok(stored) => Ok((name.to_string(), stored)),
             Err(why) => Err(FormatError::Damaged { module: name.to_string(), dir: checkpoint.dir().into(), why }),
         };
@@ -87,77 +87,53 @@ impl WeightSource for GptqSource {
     fn linear(&self, module: &str, rows: usize, cols: usize) -> Result<Weight, SourceError> {
         match self.modules.get(module) {
             None => dense(&self.checkpoint, module, rows, cols),
-            Some(stored) => load(&self.checkpoint, module, stored, rows, cols).map_err(|why| SourceError::Stored {
-                module: module.into(),
-                dir: self.checkpoint.dir().into(),
-                why,
-            }),
+            Some(stored) => {
+                let tensors = Tensors { checkpoint: &self.checkpoint, module };
+                let loaded = same_shape((stored.rows, stored.cols), (rows, cols)).and_then(|()| load(tensors, stored));
+                let dir = self.checkpoint.dir().into();
+                loaded.map_err(|why| SourceError::Stored { module: module.into(), dir, why })
+            }
         }
     }
 }
 
-fn load(checkpoint: &Checkpoint, module: &str, stored: &Stored, rows: usize, cols: usize) -> Result<Weight, String> {
-    if (stored.rows, stored.cols) != (rows, cols) {
-        return Err(format!(
-            "it has {} outputs and {} inputs; the model's config asks for {rows} and {cols}",
-            stored.rows, stored.cols
-        ));
-    }
-    let Scheme { bits, group_size, .. } = stored.scheme;
-    let entry = entry(checkpoint, module, "scales")?;
+fn load(tensors: Tensors, stored: &Stored) -> Result<Weight, String> {
+    let Stored { rows, cols, scheme, version, .. } = *stored;
+    let entry = tensors.get("scales")?;
     let scales = widened(entry.dtype, &entry.bytes);
     if let Some(at) = scales.iter().position(|s| !s.is_finite()) {
         return Err(format!("the scale of output {} in group {} is {}", at % rows, at / rows, scales[at]));
     }
-    let group = group_size.columns(cols);
     let weight = Gptq {
         rows,
         cols,
-        bits,
-        qweight: bytes_to_words(&self::entry(checkpoint, module, "qweight")?.bytes),
-        zeros: zero_points(&words(checkpoint, module, "qzeros")?, rows, bits, stored.version),
+        bits: scheme.bits,
+        qweight: tensors.words("qweight")?,
+        zeros: zero_points(&tensors.words("qzeros")?, rows, scheme.bits, version),
         scales,
-        g_idx: stored.g_idx.clone().unwrap_or_else(|| (0..cols).map(|k| (k / group) as u32).collect()),
+        g_idx: stored.g_idx.clone().unwrap_or_else(|| in_order(cols, scheme.group_size.columns(cols))),
     };
     Ok(Weight::Gptq(weight.into()))
 }
 
-fn entry<'a>(checkpoint: &'a Checkpoint, module: &str, what: &str) -> Result<&'a Entry, String> {
-    checkpoint.tensors().get(&format!("{module}.{what}")).ok_or_else(|| format!("its `{what}` is missing"))
-}
-
-fn words(checkpoint: &Checkpoint, module: &str, what: &str) -> Result<Vec<u32>, String> {
-    Ok(bytes_to_words(&entry(checkpoint, module, what)?.bytes))
-}
-
-fn expect(entry: &Entry, what: &str, dtypes: &[Dtype], shape: &[usize]) -> Result<(), String> {
-    if !dtypes.contains(&entry.dtype) {
-        let wanted: Vec<&str> = dtypes.iter().map(|d| d.name()).collect();
-        return Err(format!("`{what}` is {}; it should be {}", entry.dtype, wanted.join(" or ")));
-    }
-    if entry.shape != shape {
-        return Err(format!("`{what}` has shape {:?}; its config asks for {shape:?}", entry.shape));
-    }
-    Ok(())
-}
-
 /// Checks everything about a module but its scales and codes, which are read when they are used.
-fn check(checkpoint: &Checkpoint, module: &str, settings: &Settings) -> Result<Stored, String> {
-    let qweight = entry(checkpoint, module, "qweight")?;
+fn check(tensors: Tensors, settings: &Settings) -> Result<Stored, String> {
+    let module = tensors.module;
+    let qweight = tensors.get("qweight")?;
     let [packed, rows] = qweight.shape[..] else {
         return Err(format!("`qweight` has shape {:?}; it should have two dimensions", qweight.shape));
     };
     if rows == 0 || packed == 0 {
         return Err(format!("`qweight` has shape {:?}; it is empty", qweight.shape));
     }
-    let g_idx = match checkpoint.tensors().get(&format!("{module}.g_idx")) {
+    let g_idx = match tensors.find("g_idx") {
         None => None,
         Some(entry) if entry.dtype != Dtype::I32 || entry.shape.len() != 1 => {
             return Err(format!("`g_idx` is {} of shape {:?}; it should be a vector of I32", entry.dtype, entry.shape));
         }
         Some(entry) => Some(bytes_to_words(&entry.bytes)),
     };
-    let scales = entry(checkpoint, module, "scales")?;
+    let scales = tensors.get("scales")?;
     // A rule that leaves out a module whose integers are there is wrong about it.
     let mut scheme = settings.scheme_of(module).unwrap_or(settings.scheme);
     if let (Some(g_idx), false) = (&g_idx, settings.unreadable.is_empty()) {
@@ -169,10 +145,9 @@ fn check(checkpoint: &Checkpoint, module: &str, settings: &Settings) -> Result<S
         return Err(format!("{rows} outputs by {cols} inputs at {bits} bits do not fill 32-bit words"));
     }
     let (groups, group) = (scheme.group_size.count(cols), scheme.group_size.columns(cols));
-    expect(qweight, "qweight", &[Dtype::I32], &[bits::words(cols, bits), rows])?;
-    expect(scales, "scales", &[Dtype::F16, Dtype::BF16, Dtype::F32], &[groups, rows])?;
-    let qzeros = entry(checkpoint, module, "qzeros")?;
-    expect(qzeros, "qzeros", &[Dtype::I32], &[groups, bits::words(rows, bits)])?;
+    tensors.expect("qweight", &[Dtype::I32], &[bits::words(cols, bits), rows])?;
+    tensors.expect("scales", FLOATS, &[groups, rows])?;
+    let qzeros = tensors.expect("qzeros", &[Dtype::I32], &[groups, bits::words(rows, bits)])?;
 
     let g_idx = match g_idx {
         Some(g_idx) => checked_groups(g_idx, groups, group)?,
@@ -194,27 +169,6 @@ fn seen(scheme: Scheme, cols: usize, packed: usize, groups: Option<usize>) -> Sc
         _ => scheme.group_size,
     };
     Scheme { bits, group_size, ..scheme }
-}
-
-/// Checks range and counts. `None` for a vector of zeros where there are several groups: some writers leave
-/// it unset without activation order.
-fn checked_groups(g_idx: Vec<u32>, groups: usize, size: usize) -> Result<Option<Vec<u32>>, String> {
-    if groups > 1 && g_idx.iter().all(|&g| g == 0) {
-        return Ok(None);
-    }
-    let mut counts = vec![0; groups];
-    for (k, &g) in g_idx.iter().enumerate() {
-        match counts.get_mut(g as usize) {
-            Some(count) => *count += 1,
-            None => {
-                return Err(format!("`g_idx` puts input {k} into group {}, but there are {groups} groups", g as i32));
-            }
-        }
-    }
-    match counts.iter().position(|&count| count > size) {
-        Some(g) => Err(format!("`g_idx` puts {} inputs into group {g}; the group size is {size}", counts[g])),
-        None => Ok(Some(g_idx)),
-    }
 }
 
 /// The version of stored zero points: as labelled, unless a symmetric module holds nothing but the middle of
@@ -275,14 +229,5 @@ mod tests {
         let eight = seen(base, 256, 64, Some(2));
         assert_eq!((eight.bits, eight.group_size.raw()), (8, 128));
         assert_eq!(seen(base, 256, 32, Some(1)), base);
-    }
-
-    #[test]
-    fn unset_and_wrong_groups() {
-        assert_eq!(checked_groups(vec![0; 8], 2, 4), Ok(None));
-        assert_eq!(checked_groups(vec![1, 0, 1, 0], 2, 2), Ok(Some(vec![1, 0, 1, 0])));
-        let far = checked_groups(vec![0, u32::MAX], 2, 4);
-        assert!(far.is_err_and(|e| e.contains("input 1 into group -1")));
-        assert!(checked_groups(vec![1, 1, 1, 0], 2, 2).is_err_and(|e| e.contains("3 inputs into group 1")));
     }
 }

@@ -114,7 +114,8 @@ impl GptqConfig {
     }
 }
 
-fn rule_json(rule: &Rule) -> (String, Value) {
+/// A key of `dynamic` and what it overrides.
+pub fn rule_json(rule: &Rule) -> (String, Value) {
     match rule.scheme {
         None => (format!("-:{}", rule.pattern), json!({})),
         Some(Scheme { bits, group_size, sym }) => {

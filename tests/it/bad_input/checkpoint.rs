@@ -128,9 +128,11 @@ fn missing_tensor() {
 #[test]
 fn wrong_dtype() {
     let name = "model.layers.0.self_attn.k_proj.weight";
-    for (dtype, size, word) in
-        [(Dtype::I32, 4, "I32; wanted F32, F16 or BF16"), (Dtype::F8_E4M3, 1, "F8_E4M3, which is not read")]
-    {
+    for (dtype, size, word) in [
+        (Dtype::I32, 4, "I32; wanted F32, F16 or BF16"),
+        (Dtype::F8_E5M2, 1, "F8_E5M2, which is not read"),
+        (Dtype::F8_E4M3, 1, "F8_E4M3: nothing says how it is scaled"),
+    ] {
         let scene = Scene::tiny("llama");
         scene.edit_weights(|tensors| {
             let tensor = tensors.get_mut(name).unwrap();

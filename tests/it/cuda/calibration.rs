@@ -12,7 +12,7 @@ use quantkit::backend::cpu::Cpu;
 use quantkit::backend::cuda::CudaOptions;
 use quantkit::backend::{Backend, Matrix};
 use quantkit::calibrate::corpus::Corpus;
-use quantkit::calibrate::driver::{Course, Inputs, Quantizing, run};
+use quantkit::calibrate::driver::{CacheRange, Course, Inputs, Needs, Quantizing, run};
 use quantkit::checkpoint::Checkpoint;
 use quantkit::model::block::{Block, Stage};
 use quantkit::model::source::DenseSource;
@@ -50,14 +50,18 @@ struct Job {
 impl Quantizing for Job {
     type Error = ModelError;
 
+    fn needs(&self) -> Needs {
+        Needs { gram: true, ..Needs::default() }
+    }
+
     fn restored(&mut self, _block: &Block, _stage: Stage) -> Result<Option<Vec<Matrix>>, ModelError> {
         Ok(None)
     }
 
     fn quantize(&mut self, block: &Block, stage: Stage, inputs: &Inputs) -> Result<Vec<Matrix>, ModelError> {
         let backend = &*self.backend;
-        let curvature =
-            Curvature::new(backend, &inputs.gram, &inputs.diagonal, inputs.drift.as_ref(), &options()).unwrap();
+        let gram = inputs.gram.as_ref().unwrap();
+        let curvature = Curvature::new(backend, gram, &inputs.diagonal, inputs.drift.as_ref(), &options()).unwrap();
         let linears = block.linears(stage).into_iter().map(|linear| {
             let found = gptq(backend, &linear.weight, &curvature, &options())?.0;
             let leading = self.leader.as_ref().map_or(&found, |leader| &leader[&linear.path]);
@@ -68,7 +72,7 @@ impl Quantizing for Job {
         linears.collect()
     }
 
-    fn finished(&mut self, _block: &Block) -> Result<(), ModelError> {
+    fn finished(&mut self, _block: &Block, _cache: Option<CacheRange>) -> Result<(), ModelError> {
         Ok(())
     }
 }
@@ -83,7 +87,7 @@ fn calibrate(
     let tokens = Tokenizer::load(model.checkpoint()).unwrap().encode(&Corpus::builtin().text()).unwrap();
     let windows: Vec<Vec<u32>> = tokens.chunks(128).take(8).map(<[u32]>::to_vec).collect();
     let mut job = Job { backend, leader, results: BTreeMap::new() };
-    run(&model, &windows, Course { true_sequential: true, drift }, &mut job).unwrap();
+    run(&model, &windows, Course { true_sequential: true, drift, sample: None }, &mut job).unwrap();
     job.results
 }
 

@@ -125,3 +125,31 @@ fn drivers_that_are_too_old_and_memory_that_is_too_small() {
     on("cuda:0", &small).ended(3).says(&["out of memory", "are needed", "are free"]);
     assert!(!scene.path("device").exists());
 }
+
+/// Scaling, and products of bytes and of E4M3 numbers: equal in quality, and read back on the device to the digit
+/// that the run told.
+#[test]
+fn scaled_and_8_bit_artifacts() {
+    let scene = Scene::tiny("qwen2");
+    let texts = ["--calib", "calib.txt", "--nsamples", "4", "--seqlen", "32"];
+    let commands: [(&str, &[&str]); 4] = [
+        ("awq", &["awq", "--group-size", "32", "--search-tokens", "64"]),
+        ("int8", &["smoothquant", "--search-tokens", "64", "--kv-cache", "fp8"]),
+        ("fp8", &["fp8", "--weights", "tensor", "--static-activations"]),
+        ("blocks", &["fp8", "--weights", "block", "--format", "fp8", "--kv-cache", "fp8"]),
+    ];
+    for (name, command) in commands {
+        let on = |device: &str| {
+            let more = ["model", "-o", name, "--overwrite", "--device", device, "--json"];
+            let measured = ["--eval-text", "eval.txt", "--eval-windows", "2"];
+            let result = run(&scene, &[command, &more, &texts, &measured].concat(), true, &[]).ok().json();
+            let after = result["perplexity_after"]["perplexity"].as_f64().unwrap();
+            let read = ["eval", "ppl", name, "--text", "eval.txt", "--max-windows", "2", "--device", device, "--json"];
+            let again = run(&scene, &read, true, &[]).ok().json();
+            assert_eq!(again["perplexity"].as_f64().unwrap(), after, "{name} {device}");
+            after
+        };
+        let (host, device) = (on("cpu"), on("cuda:0"));
+        assert!((device / host - 1.0).abs() < 1e-2, "{name}: {device} against {host}");
+    }
+}

@@ -88,6 +88,32 @@ fn sums_leave_other_owners_alone() {
 }
 
 #[test]
+fn magnitudes_of_columns() {
+    for &(rows, cols) in SHAPES.iter().chain(&[(70, 33)]) {
+        let mut x = scaled(noise(rows * cols, 1), 5.0);
+        for bad in [None, Some(f32::NAN), Some(f32::NEG_INFINITY)] {
+            if let Some(bad) = bad {
+                x[rows / 2 * cols + cols / 3] = bad;
+            }
+            compare(&format!("largest of {rows}x{cols}, {bad:?}"), 0.0, |backend| {
+                backend.abs_max(&backend.upload(rows, cols, x.clone()).unwrap()).unwrap()
+            });
+            let of = |backend: &dyn Backend| {
+                let x = backend.upload(rows, cols, x.clone()).unwrap();
+                (backend.abs_max(&x).unwrap(), backend.abs_sum(&x).unwrap())
+            };
+            let ((most, found), (_, wanted)) = (of(&*cuda(Default::default())), of(&Cpu));
+            for (c, (found, wanted)) in found.into_iter().zip(wanted).enumerate() {
+                let same = found == wanted || found.is_nan() && wanted.is_nan();
+                assert!(same || (found - wanted).abs() <= 1e-14 * wanted, "column {c}: {found} for {wanted}");
+                let broken = bad.is_some() && c == cols / 3;
+                assert_eq!(most[c].is_finite(), !broken, "column {c} of {rows}x{cols}, {bad:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn rotation() {
     // Heads, channels, and how many pairs of them turn; sequences that start anywhere.
     let spans = vec![Span { rows: 3, start: 4 }, Span { rows: 1, start: 0 }, Span { rows: 2, start: 9 }];

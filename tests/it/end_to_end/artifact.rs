@@ -6,7 +6,7 @@ use std::path::Path;
 
 use quantkit::format::manifest::{Manifest, hash_files};
 use quantkit::format::verify_manifest;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::number;
 use crate::support::scene::{Scene, copy_folder, listing, tensors};
@@ -44,7 +44,11 @@ fn four_bits_of_the_demo() {
             "fallbacks",
             "changed_by_shape",
             "dead_channels",
+            "loses_to_rtn",
             "loss",
+            "outliers",
+            "perplexity_rtn",
+            "scaled",
             "seconds",
             "peak_rss_bytes",
             "perplexity_before",
@@ -172,7 +176,10 @@ fn rounding_without_data() {
     scene.run(&["rtn", "model", "-o", "out", "--group-size", "32", "--no-eval"]).ok();
     let manifest = scene.json("out/quantkit.json");
     assert_eq!(manifest["options"]["method"], "rtn");
-    assert_eq!(manifest["options"]["grid"], "mse");
+    assert_eq!(
+        manifest["options"]["rounding"],
+        json!({"kind": "rtn", "scheme": {"bits": 4, "group_size": 32, "sym": true}, "grid": "mse"})
+    );
     assert!(manifest.get("calibration").is_none(), "{manifest}");
     for module in manifest["modules"]["quantized"].as_array().unwrap() {
         assert_eq!((&module["method"], &module["dead_channels"]), (&"rtn".into(), &0.into()));

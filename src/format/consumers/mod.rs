@@ -2,13 +2,25 @@
 //!
 //! Each fact names the file it was read in. Engines change monthly, so a new version is a new row.
 
+mod gptq;
+mod others;
+mod split;
+mod table;
+
 use std::collections::BTreeMap;
 use std::fmt;
 
 use thiserror::Error;
 
+pub use split::{TensorParallel, largest_tp};
+pub use table::{Row, table};
+
+use super::compressed::Form;
+use super::layout::{InputsKind, KvScales, Tile};
 use crate::pack::gptq::Version;
-use crate::scheme::{GroupSize, Scheme};
+use crate::scheme::Scheme;
+use gptq::{ANY_2_3_4_8, ActOrder, GPTQMODEL, Loader, MARLIN_GROUPS, SYM_4_8, Versions};
+use others::{Awq, Compressed, Fp8, Packed, Tiles};
 
 /// An engine of one version.
 #[derive(Debug, PartialEq)]
@@ -19,56 +31,19 @@ pub struct Consumer {
     pub title: &'static str,
     /// Ways it can load GPTQ, the preferred first. The first that takes the base of the config loads everything.
     loaders: &'static [Loader],
+    awq: Awq,
+    /// `None` where compressed-tensors is not read.
+    compressed: Option<Compressed>,
+    /// `None` where the `fp8` method is not read.
+    fp8: Option<Fp8>,
     /// Whether q/k/v and gate/up become one linear each, so that they must be quantized alike.
     fuses: bool,
+    /// Whether cache scales may be one a head; engines without such a cache pass scales over.
+    head_scales: bool,
 }
 
-/// One way to load a checkpoint.
-#[derive(Debug, PartialEq)]
-struct Loader {
-    /// (bits, sym)
-    pairs: &'static [(u8, bool)],
-    /// Group sizes; `None` for any.
-    groups: Option<&'static [i32]>,
-    act_order: ActOrder,
-    /// Whether groups must fill the input channels.
-    whole_groups: bool,
-    versions: Versions,
-}
-
-#[derive(Debug, PartialEq)]
-enum ActOrder {
-    Taken,
-    /// Only where it changes nothing: one group a channel.
-    ChannelOnly,
-}
-
-/// Which zero-point versions are understood.
-#[derive(Debug, PartialEq)]
-enum Versions {
-    Both,
-    /// v2 is taken for v1.
-    V1,
-    /// v1 is refused for asymmetric weights.
-    AsymmetricV2,
-}
-
-const SYM_4_8: &[(u8, bool)] = &[(4, true), (8, true)];
-const ANY_2_3_4_8: &[(u8, bool)] =
-    &[(2, true), (3, true), (4, true), (8, true), (2, false), (3, false), (4, false), (8, false)];
-const MARLIN_GROUPS: Option<&[i32]> = Some(&[-1, 32, 64, 128]);
-
-// GPTQModel 7.7 nn_modules/qlinear/torch.py: SUPPORTS_BITS, SUPPORTS_GROUP_SIZE, SUPPORTS_AUTO_PADDING (a short
-// last group is padded), both zero-point versions. models/loader.py: a symmetric=false checkpoint of format
-// `gptq` is refused unless `meta.quantizer` names gptqmodel itself. Its packers need K and N to be multiples of
-// 32 (nn_modules/qlinear/__init__.py), its loader only whole words.
-const GPTQMODEL: &[Loader] = &[Loader {
-    pairs: ANY_2_3_4_8,
-    groups: Some(&[-1, 16, 32, 64, 128, 256, 512, 1024]),
-    act_order: ActOrder::Taken,
-    whole_groups: false,
-    versions: Versions::AsymmetricV2,
-}];
+// GPTQModel 7.7 nn_modules/qlinear/torch_awq.py: SUPPORTS_GROUP_SIZE; outputs in eights.
+const GPTQMODEL_AWQ: Awq = Awq { groups: Some(&[-1, 16, 32, 64, 128]) };
 
 /// Every known consumer. Within an engine the newest comes first.
 pub const CONSUMERS: &[Consumer] = &[
@@ -88,7 +63,20 @@ pub const CONSUMERS: &[Consumer] = &[
                 versions: Versions::Both,
             },
         ],
+        // quantization/auto_awq.py: 4 bits; group sizes without a Marlin kernel go to the plain one.
+        awq: Awq { groups: None },
+        // compressed_tensors/compressed_tensors.py and schemes/: 4 and 8 bits by Marlin (kernels/linear/
+        // mixed_precision/marlin.py, tiles padded), other widths by Humming. utils/fp8_utils.py
+        // validate_fp8_block_shape; utils/quant_utils.py knows blocks of 128 by 128 alone.
+        compressed: Some(Compressed {
+            packed: Packed { bits: &[2, 3, 4, 5, 6, 7, 8], groups: MARLIN_GROUPS, tiles: Tiles::Any },
+            blocks: true,
+            block: Some((128, 128)),
+        }),
+        // quantization/fp8.py.
+        fp8: Some(Fp8 { tensor: true, block: Some((128, 128)) }),
         fuses: true,
+        head_scales: true,
     },
     Consumer {
         name: "vllm-0.10",
@@ -113,7 +101,19 @@ pub const CONSUMERS: &[Consumer] = &[
                 versions: Versions::V1,
             },
         ],
+        // quantization/awq_marlin.py, and awq.py for the rest: whole groups, outputs in eights.
+        awq: Awq { groups: None },
+        // compressed_tensors/schemes/compressed_tensors_wNa16.py: 4 and 8 bits. Linears off Marlin's tiles go to
+        // ExLlama, which takes no zero points. compressed_tensors.py `_is_fp8_w8a8`: tensor and channel scales.
+        compressed: Some(Compressed {
+            packed: Packed { bits: &[4, 8], groups: MARLIN_GROUPS, tiles: Tiles::Asymmetric },
+            blocks: false,
+            block: None,
+        }),
+        // quantization/fp8.py.
+        fp8: Some(Fp8 { tensor: true, block: Some((128, 128)) }),
         fuses: true,
+        head_scales: false,
     },
     Consumer {
         name: "sglang-0.5",
@@ -129,16 +129,48 @@ pub const CONSUMERS: &[Consumer] = &[
                 versions: Versions::Both,
             },
         ],
+        // layers/quantization/awq/awq.py: whole groups, outputs in eights.
+        awq: Awq { groups: None },
+        // compressed_tensors/schemes/compressed_tensors_wNa16.py: Marlin alone, nothing padded.
+        compressed: Some(Compressed {
+            packed: Packed { bits: &[4, 8], groups: MARLIN_GROUPS, tiles: Tiles::Marlin },
+            blocks: true,
+            block: Some((128, 128)),
+        }),
+        // layers/quantization/fp8.py.
+        fp8: Some(Fp8 { tensor: true, block: Some((128, 128)) }),
         fuses: true,
+        head_scales: false,
     },
     Consumer {
         // quantizers/quantizer_gptq.py hands over to GPTQModel; utils/quantization_config.py: 2, 3, 4, 8 bits.
         name: "transformers-5",
         title: "transformers 5",
         loaders: GPTQMODEL,
+        // quantizers/quantizer_awq.py hands over to GPTQModel.
+        awq: GPTQMODEL_AWQ,
+        // quantizers/quantizer_compressed_tensors.py: the library itself unpacks, whatever the shape.
+        compressed: Some(Compressed {
+            packed: Packed { bits: &[2, 3, 4, 5, 6, 7, 8], groups: None, tiles: Tiles::Any },
+            blocks: true,
+            block: None,
+        }),
+        // integrations/finegrained_fp8.py: scales are `weight_scale_inv` alone.
+        fp8: Some(Fp8 { tensor: false, block: None }),
         fuses: false,
+        head_scales: true,
     },
-    Consumer { name: "gptqmodel-7", title: "GPTQModel 7", loaders: GPTQMODEL, fuses: false },
+    Consumer {
+        name: "gptqmodel-7",
+        title: "GPTQModel 7",
+        loaders: GPTQMODEL,
+        awq: GPTQMODEL_AWQ,
+        // models/loader.py: others can be turned into floats (utils/model_dequant.py), not run.
+        compressed: None,
+        fp8: None,
+        fuses: false,
+        head_scales: true,
+    },
 ];
 
 /// A name that is no consumer.
@@ -161,17 +193,33 @@ pub fn parse(name: &str) -> Result<&'static Consumer, UnknownConsumer> {
     })
 }
 
-/// A GPTQ artifact to come.
+/// What holds the linears, with what decides whether it is understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// `desc_act`: whether `g_idx` will be scattered. Order inside groups, and static groups, leave it as it is.
+    Gptq {
+        version: Version,
+        desc_act: bool,
+    },
+    Awq,
+    Compressed(Form),
+    Fp8 {
+        tile: Tile,
+        inputs: InputsKind,
+    },
+}
+
+/// An artifact to come.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// What modules have unless they say otherwise: the base of the config.
     pub scheme: Scheme,
-    pub version: Version,
+    pub kind: Kind,
     /// Attention heads, and those of keys and values.
     pub heads: usize,
     pub kv_heads: usize,
-    /// Whether `g_idx` will be scattered. Order inside groups, and static groups, leave it as it is.
-    pub desc_act: bool,
+    /// Scales of keys and values that come with it.
+    pub kv_cache: Option<KvScales>,
     /// The linears of the decoder blocks, those left in floating point included.
     pub modules: Vec<Module>,
 }
@@ -210,24 +258,21 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Why `consumer` would refuse or misread the planned artifact; nothing if it takes it. Engines look at the base
-/// of the config alone to choose a loader, before any rule for modules; that loader must then take them all.
+/// Why `consumer` would refuse or misread the planned artifact; nothing if it takes it.
 pub fn check(consumer: &Consumer, plan: &Plan) -> Vec<Refusal> {
-    let chosen = consumer.loaders.iter().find(|loader| kind_complaints(loader, plan.scheme).is_empty());
-    let (base, modules) = match chosen {
-        Some(loader) => (storage_complaints(loader, plan, plan.scheme), complaints(loader, plan)),
-        None => {
-            let all = consumer.loaders.iter().map(|loader| kind_complaints(loader, plan.scheme));
-            (all.min_by_key(Vec::len).unwrap_or_default(), Vec::new())
+    let mut refused = match plan.kind {
+        Kind::Gptq { version, desc_act } => {
+            gptq::complaints(consumer.loaders, gptq::Stored { version, desc_act }, plan)
         }
+        Kind::Awq => others::awq(&consumer.awq, plan),
+        Kind::Compressed(form) => others::compressed(consumer.compressed.as_ref(), form, consumer.fuses, plan),
+        Kind::Fp8 { tile, .. } => others::fp8(consumer.fp8.as_ref(), tile, consumer.fuses, plan),
     };
-    let overridden = plan.modules.iter().all(|module| module.scheme != Some(plan.scheme));
-    let more = if overridden { "; rules for modules do not mend what the other options say" } else { "" };
-    let modules: Vec<Complaint> = modules.into_iter().filter(|(why, _)| !base.contains(why)).collect();
-    let mut refused: Vec<Complaint> = base.into_iter().map(|why| (why + more, Vec::new())).collect();
-    refused.extend(modules);
     if consumer.fuses {
         refused.extend(unlike_parts(plan));
+    }
+    if plan.kv_cache == Some(KvScales::Head) && !consumer.head_scales {
+        refused.push(("cache scales of each head are not taken; one a layer is: `--kv-cache fp8`".into(), vec![]));
     }
     refused.into_iter().map(|(why, modules)| Refusal { consumer: consumer.title, modules, why }).collect()
 }
@@ -239,66 +284,17 @@ pub fn refusals_everywhere(plan: &Plan) -> Vec<Refusal> {
 
 type Complaint = (String, Vec<String>);
 
-/// Bits, symmetry and group size: what a loader is chosen by.
-fn kind_complaints(loader: &Loader, scheme: Scheme) -> Vec<String> {
-    let Scheme { bits, group_size, sym } = scheme;
-    let mut out = Vec::new();
-    if !loader.pairs.contains(&(bits, sym)) {
-        out.push(format!("{} weights are not taken; {} are", pair(&(bits, sym)), pairs(loader.pairs)));
-    }
-    if let Some(sizes) = loader.groups.filter(|sizes| !sizes.contains(&group_size.raw())) {
-        let known = sizes.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
-        out.push(format!("group size {group_size} is not taken; {known} are"));
-    }
-    out
-}
+/// Complaints, each with all modules it is about.
+#[derive(Default)]
+struct Complaints(Vec<Complaint>);
 
-/// Order of the input channels, and zero points.
-fn storage_complaints(loader: &Loader, plan: &Plan, scheme: Scheme) -> Vec<String> {
-    let mut out = Vec::new();
-    if plan.desc_act && loader.act_order == ActOrder::ChannelOnly && scheme.group_size != GroupSize::CHANNEL {
-        let why = "activation order with groups is not taken; order inside groups, static groups or group size -1 are";
-        out.push(why.to_string());
-    }
-    match (&loader.versions, plan.version) {
-        (Versions::V1, Version::V2) => out.push("zero points of `gptq_v2` are misread; write `gptq`".into()),
-        (Versions::AsymmetricV2, Version::V1) if !scheme.sym => {
-            out.push("asymmetric weights of format `gptq` are not taken; write `gptq_v2`".into());
-        }
-        _ => {}
-    }
-    out
-}
-
-fn complaints(loader: &Loader, plan: &Plan) -> Vec<Complaint> {
-    let mut out: Vec<Complaint> = Vec::new();
-    let mut complain = |why: String, module: &Module| match out.iter_mut().find(|(other, _)| *other == why) {
-        Some((_, modules)) => modules.push(module.name.clone()),
-        None => out.push((why, vec![module.name.clone()])),
-    };
-    for module in &plan.modules {
-        let Some(scheme) = module.scheme else { continue };
-        let Scheme { bits, group_size, .. } = scheme;
-        let (n, k, g) = (module.rows, module.cols, group_size.columns(module.cols));
-        let kind = kind_complaints(loader, scheme).into_iter();
-        kind.chain(storage_complaints(loader, plan, scheme)).for_each(|why| complain(why, module));
-        if loader.whole_groups && k % g != 0 {
-            let why = format!("group size {group_size} does not divide {k} input channels; choose a divisor or skip");
-            complain(why, module);
-        }
-        if !(n * bits as usize).is_multiple_of(32) {
-            complain(format!("{n} outputs at {bits} bits do not fill 32-bit words; skip the module"), module);
+impl Complaints {
+    fn add(&mut self, why: String, module: &Module) {
+        match self.0.iter_mut().find(|(other, _)| *other == why) {
+            Some((_, modules)) => modules.push(module.name.clone()),
+            None => self.0.push((why, vec![module.name.clone()])),
         }
     }
-    out
-}
-
-fn pair((bits, sym): &(u8, bool)) -> String {
-    format!("{bits}-bit {}", if *sym { "symmetric" } else { "asymmetric" })
-}
-
-fn pairs(pairs: &[(u8, bool)]) -> String {
-    pairs.iter().map(pair).collect::<Vec<_>>().join(", ")
 }
 
 /// Linears that engines join, whose parts must be quantized alike.
@@ -313,7 +309,12 @@ fn unlike_parts(plan: &Plan) -> Vec<Complaint> {
             let Some(parent) = first.name.strip_suffix(parts[0]) else { continue };
             let of = |part: &&str| by_name.get(&*format!("{parent}{part}"));
             let present: Vec<&&Module> = parts.iter().filter_map(of).collect();
-            if present.iter().any(|m| m.scheme != first.scheme) {
+            // Where the scheme is no matter of modules, only whether they have one is.
+            let alike = |m: &Module| match plan.kind {
+                Kind::Gptq { .. } | Kind::Compressed(Form::Packed) => m.scheme == first.scheme,
+                Kind::Awq | Kind::Compressed(_) | Kind::Fp8 { .. } => m.scheme.is_some() == first.scheme.is_some(),
+            };
+            if !present.iter().all(|m| alike(m)) {
                 let why = format!("{} become one linear and must all have one scheme or none", parts.join(", "));
                 out.push((why, present.into_iter().map(|m| m.name.clone()).collect()));
             }
@@ -322,73 +323,11 @@ fn unlike_parts(plan: &Plan) -> Vec<Complaint> {
     out
 }
 
-/// How far an artifact can be split over devices.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TensorParallel {
-    /// The largest of 1, 2, 4 and 8 that every module allows.
-    pub degree: usize,
-    /// What stands against the next one.
-    pub limit: Option<String>,
-}
-
-/// Linears whose input channels are split; all others split their outputs.
-const ROW_PARALLEL: [&str; 7] = ["o_proj", "down_proj", "out_proj", "w2", "dense", "dense_4h_to_h", "fc2"];
-
-/// The largest tensor-parallel degree: heads are dealt out whole, key and value heads are dealt out or copied,
-/// input splits must hold whole groups, output splits whole words.
-pub fn largest_tp(plan: &Plan) -> TensorParallel {
-    let mut degree = 1;
-    for next in [2, 4, 8] {
-        let limit = indivisible_heads(plan, next);
-        let limit = limit.or_else(|| plan.modules.iter().find_map(|module| unsplittable(module, next, plan.kv_heads)));
-        if let Some(limit) = limit {
-            return TensorParallel { degree, limit: Some(limit) };
-        }
-        degree = next;
-    }
-    TensorParallel { degree, limit: None }
-}
-
-fn indivisible_heads(plan: &Plan, ways: usize) -> Option<String> {
-    let Plan { heads, kv_heads, .. } = *plan;
-    if !heads.is_multiple_of(ways) {
-        return Some(format!("{heads} attention heads cannot be dealt out to {ways}"));
-    }
-    let even = kv_heads.is_multiple_of(ways) || ways.is_multiple_of(kv_heads);
-    (!even).then(|| format!("{kv_heads} key and value heads can neither be dealt out to {ways} nor copied evenly"))
-}
-
-fn unsplittable(module: &Module, ways: usize, kv_heads: usize) -> Option<String> {
-    let scheme = module.scheme?;
-    let last = module.name.rsplit('.').next()?;
-    // Beyond one head a device, key and value heads are copied.
-    let ways = if matches!(last, "k_proj" | "v_proj") { ways.min(kv_heads) } else { ways };
-    // Fields that fill whole words; 3-bit fields straddle words, and 32 of them fill three.
-    let fields = if scheme.bits == 3 { 32 } else { 32 / scheme.bits as usize };
-    let (what, count, unit) = if ROW_PARALLEL.contains(&last) {
-        let group = if scheme.group_size == GroupSize::CHANNEL { 1 } else { scheme.group_size.columns(module.cols) };
-        ("inputs", module.cols, least_common_multiple(group, fields))
-    } else {
-        ("outputs", module.rows, fields)
-    };
-    (count % (ways * unit) != 0)
-        .then(|| format!("`{}` has {count} {what}: {ways} equal parts are no multiples of {unit}", module.name))
-}
-
-fn least_common_multiple(a: usize, b: usize) -> usize {
-    let gcd = |mut a: usize, mut b: usize| {
-        while b != 0 {
-            (a, b) = (b, a % b);
-        }
-        a
-    };
-    a / gcd(a, b) * b
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::scheme::GroupSize;
 
     fn scheme(bits: u8, group: i32, sym: bool) -> Scheme {
         Scheme { bits, group_size: GroupSize::new(group).unwrap(), sym }
@@ -402,7 +341,7 @@ mod tests {
         let modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
             .map(|name| module(name, 1024, 1024, scheme))
             .to_vec();
-        Plan { scheme, version, desc_act, heads: 8, kv_heads: 8, modules }
+        Plan { scheme, kind: Kind::Gptq { version, desc_act }, heads: 8, kv_heads: 8, kv_cache: None, modules }
     }
 
     #[test]

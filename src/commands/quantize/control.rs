@@ -1,0 +1,64 @@
+//! The control: what rounding to nearest, by the range of each group, would do to the same model at the same bits.
+
+use anyhow::Result;
+
+use super::super::open::{Failure, Measurement, Runnable, perplexity_through};
+use super::modules::Modules;
+use super::solve::{Solved, solve};
+use super::transform::plainly;
+use crate::backend::Matrix;
+use crate::cli::interrupt;
+use crate::cli::print::Printer;
+use crate::evaluate::perplexity::Measured;
+use crate::format::layout::{InputsKind, Layout};
+use crate::model::block::{Block, Chunk};
+use crate::recipe::Method;
+
+/// Chunks of windows that go through a block together, since each time its weights are rounded anew.
+const AT_ONCE: usize = 16;
+
+/// The control of a method.
+pub fn plain(method: &Method) -> Method {
+    // One scale for all inputs would have to be found first; each token's own is no worse.
+    let activations = match method.activations {
+        InputsKind::Tensor | InputsKind::TensorAsymmetric => InputsKind::Token,
+        other => other,
+    };
+    Method { name: "rtn".into(), transform: None, rounding: plainly(&method.rounding), activations, kv_cache: None }
+}
+
+/// The perplexity of `original` with its linears rounded by `plain`, block by block as the windows pass.
+pub fn control(
+    original: &Runnable,
+    plain: &Method,
+    modules: &Modules,
+    layout: &dyn Layout,
+    how: &Measurement,
+    printer: Printer,
+) -> Result<Measured> {
+    let model = &original.model;
+    let round = |block: &Block, chunks: &mut [Chunk]| {
+        block.run::<Failure>(model, chunks, None, &mut |stage, _| {
+            let linears = block.linears(stage);
+            let solved =
+                solve(model.backend(), plain, layout.least_zero(), &linears, &modules.schemes(&linears), None)?;
+            let stored = linears.iter().zip(solved).map(|(linear, solved)| match solved {
+                None => Ok(linear.weight.clone()),
+                Some(Solved { solution, .. }) => {
+                    Ok(model.backend().load(layout.store(&linear.path, &solution)?.weight)?)
+                }
+            });
+            stored.collect::<Result<Vec<Matrix>, Failure>>().map(Some)
+        })
+    };
+    let mut forward = |chunks: &mut [Chunk]| -> Result<(), Failure> {
+        for block in &model.blocks {
+            interrupt::check()?;
+            model.enter(block)?;
+            round(block, chunks)?;
+            model.leave(block);
+        }
+        Ok(())
+    };
+    perplexity_through(original, how, "rtn", printer, AT_ONCE, &mut forward)
+}

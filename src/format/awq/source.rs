@@ -1,0 +1,123 @@
+//! Reading AutoAWQ artifacts.
+
+use serde_json::Value;
+
+use crate::backend::weight::Weight;
+use crate::checkpoint::Checkpoint;
+use crate::format::config::Found;
+use crate::format::stored::{FLOATS, Linear, StoredSource, Tensors, having, left_out, nothing_quantized};
+use crate::format::{FormatError, Opened};
+use crate::pack::awq::{BITS, FIELDS, unpack, weight};
+use crate::scheme::GroupSize;
+use crate::tensor::Dtype;
+
+/// What the config says.
+struct Settings {
+    group_size: GroupSize,
+    zero_point: bool,
+}
+
+/// A linear that was found.
+struct Stored {
+    rows: usize,
+    cols: usize,
+    group: usize,
+    /// Whether it has zero points; the middle of the range without.
+    zeros: bool,
+}
+
+/// Opens a folder whose config says `awq`.
+pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError> {
+    let settings = parse(&found.value).map_err(|why| FormatError::Config { path: found.path.clone(), why })?;
+    let names = having(&checkpoint, "qweight", &[Dtype::I32]);
+    if names.is_empty() {
+        return Err(nothing_quantized(found, "of I32 ends in `.qweight`"));
+    }
+    let left = skips(&found.value);
+    let warnings = left_out(&names, |name| left.iter().any(|part| name.contains(part)));
+    let source = StoredSource::open(checkpoint, &names, |tensors| check(tensors, &settings))?;
+    Ok(Opened { method: Some("awq"), source: Box::new(source), warnings })
+}
+
+fn skips(value: &Value) -> Vec<&str> {
+    let names = value.get("modules_to_not_convert").and_then(Value::as_array);
+    names.into_iter().flatten().filter_map(Value::as_str).collect()
+}
+
+fn parse(value: &Value) -> Result<Settings, String> {
+    let either = |keys: [&str; 2]| {
+        let found = keys.into_iter().find_map(|key| value.get(key).filter(|v| !v.is_null()));
+        found.ok_or_else(|| format!("`{}` is missing", keys[0]))
+    };
+    let bits = either(["bits", "w_bit"])?;
+    if bits.as_u64() != Some(u64::from(BITS)) {
+        return Err(format!("`bits` is {bits}; AWQ words of 4 are read"));
+    }
+    let size = either(["group_size", "q_group_size"])?;
+    let read = size.as_i64().and_then(|s| i32::try_from(s).ok()).and_then(GroupSize::new);
+    let group_size = read.ok_or_else(|| format!("`group_size` is {size}; it must be positive or -1"))?;
+    let zero_point = match value.get("zero_point") {
+        None | Some(Value::Null) => true,
+        Some(given) => given.as_bool().ok_or_else(|| format!("`zero_point` is {given}; it must be true or false"))?,
+    };
+    for key in ["version", "format", "checkpoint_format"] {
+        if let Some(version) = value.get(key).and_then(Value::as_str)
+            && !version.eq_ignore_ascii_case("gemm")
+        {
+            return Err(format!("tensors are laid out as `{version}`; only `gemm` is read"));
+        }
+    }
+    Ok(Settings { group_size, zero_point })
+}
+
+fn check(tensors: Tensors, settings: &Settings) -> Result<Stored, String> {
+    let (_, cols, words) = tensors.matrix("qweight", &[Dtype::I32])?;
+    let rows = words.checked_mul(FIELDS).ok_or_else(|| format!("`qweight` is {words} words wide"))?;
+    let group_size = settings.group_size;
+    if !group_size.divides(cols) {
+        return Err(format!("group size {group_size} does not divide its {cols} input channels"));
+    }
+    let groups = group_size.count(cols);
+    tensors.expect("scales", FLOATS, &[groups, rows])?;
+    let zeros = settings.zero_point || tensors.find("qzeros").is_some();
+    if zeros {
+        tensors.expect("qzeros", &[Dtype::I32], &[groups, words])?;
+    }
+    Ok(Stored { rows, cols, group: group_size.columns(cols), zeros })
+}
+
+impl Linear for Stored {
+    fn shape(&self) -> (usize, usize) {
+        (self.rows, self.cols)
+    }
+
+    fn load(&self, tensors: Tensors) -> Result<Weight, String> {
+        let Stored { rows, cols, group, zeros } = *self;
+        let scales = tensors.scales("scales")?;
+        let zeros = if zeros { unpack(&tensors.words("qzeros")?) } else { vec![1 << (BITS - 1); scales.len()] };
+        Ok(weight(rows, cols, group, &tensors.words("qweight")?, zeros, scales))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn spellings_of_the_config() {
+        let old = parse(&json!({"w_bit": 4, "q_group_size": 128, "zero_point": true, "version": "GEMM"})).unwrap();
+        assert_eq!((old.group_size.raw(), old.zero_point), (128, true));
+        for (value, part) in [
+            (json!({"group_size": 128}), "`bits` is missing"),
+            (json!({"bits": 8, "group_size": 128}), "`bits` is 8"),
+            (json!({"bits": 4, "group_size": 0}), "`group_size` is 0"),
+            (json!({"bits": 4, "group_size": 64, "version": "gemv_fast"}), "`gemv_fast`"),
+            (json!({"bits": 4, "group_size": 64, "zero_point": 1}), "`zero_point` is 1"),
+        ] {
+            let error = parse(&value).err().unwrap();
+            assert!(error.contains(part), "{error}");
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! What a compressed-tensors config says.
+
+use regex::Regex;
+use serde_json::{Map, Value};
+
+use crate::format::layout::InputsKind;
+
+/// The readable part of a config.
+#[derive(Debug)]
+pub struct Settings {
+    groups: Vec<Group>,
+    ignore: Vec<Target>,
+    /// Patterns that cannot be evaluated here.
+    pub unreadable: Vec<String>,
+}
+
+/// Modules with one scheme.
+#[derive(Debug)]
+pub struct Group {
+    targets: Vec<Target>,
+    pub weights: Arguments,
+    pub inputs: InputsKind,
+}
+
+#[derive(Debug)]
+enum Target {
+    /// A path, or the name of a class.
+    Name(String),
+    Pattern(Regex),
+}
+
+/// How numbers become smaller ones.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Arguments {
+    pub bits: u8,
+    pub float: bool,
+    pub symmetric: bool,
+    pub strategy: Strategy,
+    dynamic: bool,
+}
+
+/// What shares a scale.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Strategy {
+    Tensor,
+    Channel,
+    Token,
+    Group(usize),
+    Block(usize, usize),
+}
+
+/// The class of all modules read here, as configs name it.
+const CLASS: &str = "Linear";
+
+/// How tensors are stored in the forms that are read.
+const FORMATS: [&str; 5] = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"];
+
+impl Settings {
+    pub fn parse(value: &Value) -> Result<Self, String> {
+        let filled = |key: &str| value.get(key).and_then(Value::as_object).filter(|object| !object.is_empty());
+        if let Some(sparsity) = filled("sparsity_config")
+            && sparsity.get("format").and_then(Value::as_str) != Some("dense")
+        {
+            return Err("its weights are stored sparse, which is not read".into());
+        }
+        if filled("transform_config").is_some_and(|t| t.get("config_groups") != Some(&Value::Object(Map::new()))) {
+            return Err("its inputs are to be rotated (`transform_config`), which is not done here".into());
+        }
+        let whole = known_format(value)?;
+        let groups = value.get("config_groups").and_then(Value::as_object).ok_or("`config_groups` is missing")?;
+        let mut unreadable = Vec::new();
+        let mut parsed = Vec::new();
+        for (name, group) in groups {
+            let group = group.as_object().ok_or_else(|| format!("`{name}` is no object; presets are not read"))?;
+            let within = |why: String| format!("in `{name}`: {why}");
+            known_format(&Value::Object(group.clone())).map_err(within)?;
+            // A group without weights is about the cache of keys and values.
+            let Some(weights) = group.get("weights").filter(|v| !v.is_null()) else { continue };
+            let weights = Arguments::parse(weights).map_err(within)?;
+            let inputs = match group.get("input_activations").filter(|v| !v.is_null()) {
+                None => InputsKind::Float,
+                // Packed integers in a file that says nothing of inputs are met with inputs as they are.
+                Some(inputs) => Arguments::parse(inputs).and_then(|args| args.inputs(&weights)).map_err(within)?,
+            };
+            let targets = targets(group.get("targets"), &mut unreadable).map_err(within)?;
+            parsed.push(Group { targets, weights, inputs });
+        }
+        if parsed.is_empty() {
+            return Err(format!("no group of `config_groups` has weights (format {whole})"));
+        }
+        let ignore = match value.get("ignore").filter(|v| !v.is_null()) {
+            None => Vec::new(),
+            list => targets(list, &mut unreadable).map_err(|why| format!("in `ignore`: {why}"))?,
+        };
+        Ok(Self { groups: parsed, ignore, unreadable })
+    }
+
+    /// The group of a quantized module: by its path, then by patterns, then by its class.
+    pub fn group_of(&self, module: &str) -> Result<&Group, String> {
+        let ranked = self.groups.iter().filter_map(|group| Some((rank(&group.targets, module)?, group)));
+        // The first of the best.
+        match ranked.min_by_key(|(rank, _)| *rank) {
+            Some((_, group)) => Ok(group),
+            // It may be what an unreadable pattern means.
+            None if self.groups.len() == 1 && !self.unreadable.is_empty() => Ok(&self.groups[0]),
+            None => Err("its weight is quantized, but no group of the config names it".into()),
+        }
+    }
+
+    /// Whether the config leaves a module out.
+    pub fn ignores(&self, module: &str) -> bool {
+        rank(&self.ignore, module).is_some()
+    }
+
+    /// Paths that groups name.
+    pub fn named(&self) -> impl Iterator<Item = &str> {
+        self.groups.iter().flat_map(|group| &group.targets).filter_map(|target| match target {
+            Target::Name(name) => Some(name.as_str()),
+            Target::Pattern(_) => None,
+        })
+    }
+}
+
+/// How well targets fit a module: 0 by its path, 1 by a pattern, 2 by its class.
+fn rank(targets: &[Target], module: &str) -> Option<u8> {
+    let of = |target: &Target| match target {
+        Target::Name(name) if name == module => Some(0),
+        Target::Name(name) if name == CLASS => Some(2),
+        Target::Pattern(pattern) if pattern.is_match(module) => Some(1),
+        _ => None,
+    };
+    targets.iter().filter_map(of).min()
+}
+
+fn targets(value: Option<&Value>, unreadable: &mut Vec<String>) -> Result<Vec<Target>, String> {
+    let list = value.and_then(Value::as_array).ok_or("the list of modules is missing")?;
+    let mut out = Vec::new();
+    for target in list {
+        let text = target.as_str().ok_or_else(|| format!("{target} is no name"))?;
+        let Some(pattern) = text.strip_prefix("re:") else {
+            out.push(Target::Name(text.into()));
+            continue;
+        };
+        // Python's `re.match` starts at the start and ends anywhere.
+        match Regex::new(&format!("^(?:{pattern})")) {
+            Ok(pattern) => out.push(Target::Pattern(pattern)),
+            Err(_) => unreadable.push(pattern.into()),
+        }
+    }
+    Ok(out)
+}
+
+fn known_format(value: &Value) -> Result<&'static str, String> {
+    match value.get("format").and_then(Value::as_str) {
+        None => Ok("not given"),
+        Some(format) => FORMATS
+            .into_iter()
+            .find(|known| *known == format)
+            .ok_or_else(|| format!("tensors are stored as `{format}`; {} are read", FORMATS.join(", "))),
+    }
+}
+
+impl Arguments {
+    fn parse(value: &Value) -> Result<Self, String> {
+        if !value.is_object() {
+            return Err(format!("{value} is no object; presets are not read"));
+        }
+        let present = |key: &str| value.get(key).filter(|v| !v.is_null());
+        let flag = |key: &str, default: bool| match present(key) {
+            None => Ok(default),
+            Some(given) => given.as_bool().ok_or_else(|| format!("`{key}` is {given}; it must be true or false")),
+        };
+        let bits = match present("num_bits") {
+            None => 8,
+            Some(bits) => match bits.as_u64() {
+                Some(b @ 2..=8) => b as u8,
+                _ => return Err(format!("`num_bits` is {bits}; 2 to 8 are read")),
+            },
+        };
+        let float = match present("type").map(|kind| kind.as_str().unwrap_or_default().to_lowercase()) {
+            None => false,
+            Some(kind) if kind == "int" => false,
+            Some(kind) if kind == "float" => true,
+            Some(other) => return Err(format!("`type` is `{other}`; int and float are read")),
+        };
+        if float && bits != 8 {
+            return Err(format!("floats of {bits} bits are not read"));
+        }
+        let size = match present("group_size") {
+            None => None,
+            Some(size) => match size.as_i64() {
+                Some(s) if s > 0 || s == -1 => Some(s),
+                _ => return Err(format!("`group_size` is {size}; it must be positive or -1")),
+            },
+        };
+        let strategy = match (present("strategy").and_then(Value::as_str), size) {
+            (None, None) => Strategy::Tensor,
+            (None, Some(-1)) => Strategy::Channel,
+            (None | Some("group"), Some(size)) if size > 0 => Strategy::Group(size as usize),
+            (Some("tensor"), _) => Strategy::Tensor,
+            (Some("channel"), _) => Strategy::Channel,
+            (Some("token"), _) => Strategy::Token,
+            (Some("block"), _) => {
+                let sides = present("block_structure").and_then(Value::as_array);
+                let sides: Vec<usize> =
+                    sides.into_iter().flatten().filter_map(|n| n.as_u64().map(|n| n as usize)).collect();
+                match sides[..] {
+                    [height, width] if height > 0 && width > 0 => Strategy::Block(height, width),
+                    _ => return Err("strategy `block` needs two positive numbers as `block_structure`".into()),
+                }
+            }
+            (Some("group"), _) => return Err("strategy `group` needs a `group_size`".into()),
+            (other, _) => return Err(format!("strategy `{}` is not read", other.unwrap_or_default())),
+        };
+        Ok(Self { bits, float, symmetric: flag("symmetric", true)?, strategy, dynamic: flag("dynamic", false)? })
+    }
+
+    /// What these arguments, given for inputs, make of them beside such weights.
+    fn inputs(self, weights: &Arguments) -> Result<InputsKind, String> {
+        if self.float != weights.float {
+            return Err("inputs and weights are rounded to different kinds of numbers, which is not read".into());
+        }
+        if self.bits != 8 {
+            return Err(format!("inputs are rounded to {} bits, which is not read", self.bits));
+        }
+        match (self.strategy, self.dynamic, self.symmetric) {
+            (Strategy::Token, true, true) => Ok(InputsKind::Token),
+            // Engines take a scale for each token all the same.
+            (Strategy::Tensor, true, true) if self.float => Ok(InputsKind::Token),
+            (Strategy::Token, true, false) if !self.float => Ok(InputsKind::TokenAsymmetric),
+            (Strategy::Tensor, false, true) => Ok(InputsKind::Tensor),
+            (Strategy::Tensor, false, false) if !self.float => Ok(InputsKind::TensorAsymmetric),
+            (Strategy::Group(size), true, true) if self.float => Ok(InputsKind::Group(size)),
+            (strategy, dynamic, _) => {
+                let when = if dynamic { "dynamic" } else { "static" };
+                Err(format!("inputs are rounded with {when} scales by {strategy:?}, which is not read"))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn one(weights: Value, inputs: Value) -> Value {
+        let group = json!({"targets": ["Linear"], "weights": weights, "input_activations": inputs});
+        json!({"config_groups": {"group_0": group}, "ignore": ["lm_head"], "format": "int-quantized"})
+    }
+
+    #[test]
+    fn names_come_before_patterns_and_those_before_classes() {
+        let weights = |bits: u8| json!({"num_bits": bits, "group_size": 64});
+        let settings = Settings::parse(&json!({
+            "config_groups": {
+                "a": {"targets": ["Linear"], "weights": weights(2)},
+                "b": {"targets": ["re:.*\\.down_proj"], "weights": weights(3)},
+                "c": {"targets": ["LlamaAttention"], "weights": null, "input_activations": weights(8)},
+                "d": {"targets": ["re:.*(?<!k)_proj", "x.mlp.down_proj"], "weights": weights(5)},
+            },
+            "ignore": ["re:.*head$", "x.router"],
+        }))
+        .unwrap();
+        let bits = |name: &str| settings.group_of(name).unwrap().weights.bits;
+        assert_eq!([bits("x.mlp.down_proj"), bits("y.mlp.down_proj"), bits("y.mlp.up_proj")], [5, 3, 2]);
+        assert_eq!(settings.unreadable, [".*(?<!k)_proj"]);
+        assert!(settings.ignores("lm_head") && settings.ignores("x.router"));
+        assert!(!settings.ignores("x.router.up_proj") && !settings.ignores("lm_head.x"));
+    }
+
+    #[test]
+    fn what_a_group_without_a_fitting_target_means() {
+        let mut value = one(json!({"num_bits": 4, "strategy": "channel"}), Value::Null);
+        value["config_groups"]["group_0"]["targets"] = json!(["re:model.*"]);
+        assert!(Settings::parse(&value).unwrap().group_of("lm_head").unwrap_err().contains("no group"));
+        value["config_groups"]["group_0"]["targets"] = json!(["re:(?!model).*"]);
+        assert!(Settings::parse(&value).unwrap().group_of("lm_head").is_ok());
+    }
+
+    #[test]
+    fn inputs() {
+        let int = json!({"num_bits": 8, "strategy": "channel"});
+        let float = json!({"num_bits": 8, "type": "float", "strategy": "channel"});
+        let kind =
+            |weights: &Value, inputs: Value| Settings::parse(&one(weights.clone(), inputs)).map(|s| s.groups[0].inputs);
+        assert_eq!(kind(&int, Value::Null), Ok(InputsKind::Float));
+        assert_eq!(kind(&int, json!({"strategy": "token", "dynamic": true})), Ok(InputsKind::Token));
+        let asymmetric = json!({"strategy": "token", "dynamic": true, "symmetric": false});
+        assert_eq!(kind(&int, asymmetric), Ok(InputsKind::TokenAsymmetric));
+        assert_eq!(kind(&int, json!({"symmetric": false})), Ok(InputsKind::TensorAsymmetric));
+        let group = json!({"type": "float", "group_size": 128, "dynamic": true});
+        assert_eq!(kind(&float, group), Ok(InputsKind::Group(128)));
+        let error = kind(&int, json!({"type": "float"})).unwrap_err();
+        assert!(error.starts_with("in `group_0`: inputs and weights"), "{error}");
+        let error = kind(&int, json!({"strategy": "channel"})).unwrap_err();
+        assert!(error.contains("static scales by Channel"), "{error}");
+        assert!(kind(&int, json!({"num_bits": 4, "strategy": "token", "dynamic": true})).is_err());
+    }
+
+    #[test]
+    fn what_is_not_read_is_named() {
+        for (weights, part) in [
+            (json!({"num_bits": 16}), "`num_bits` is 16"),
+            (json!({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}), "floats of 4"),
+            (json!({"strategy": "tensor_group"}), "`tensor_group`"),
+            (json!({"strategy": "group"}), "needs a `group_size`"),
+            (json!({"strategy": "block", "block_structure": [128]}), "`block_structure`"),
+            (json!({"group_size": 0}), "`group_size` is 0"),
+            (json!({"symmetric": 1}), "`symmetric` is 1"),
+            (json!({"type": "log"}), "`log`"),
+            (json!({"dynamic": "local"}), "`dynamic`"),
+        ] {
+            let error = Settings::parse(&one(weights, Value::Null)).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
+        let fine = one(json!({"num_bits": 4, "strategy": "channel"}), Value::Null);
+        for (key, value, part) in [
+            ("format", json!("nvfp4-pack-quantized"), "`nvfp4-pack-quantized`"),
+            ("sparsity_config", json!({"format": "sparse-24-bitmask"}), "sparse"),
+            ("transform_config", json!({"config_groups": {"R1": {}}}), "rotated"),
+            ("config_groups", json!({}), "no group"),
+            ("config_groups", json!({"W4A16": ["Linear"]}), "presets"),
+            ("config_groups", Value::Null, "missing"),
+            ("ignore", json!([1]), "in `ignore`"),
+        ] {
+            let mut wrong = fine.clone();
+            wrong[key] = value;
+            let error = Settings::parse(&wrong).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
+        let mut empty = fine;
+        empty["sparsity_config"] = json!({});
+        empty["transform_config"] = json!({});
+        assert!(Settings::parse(&empty).is_ok());
+    }
+}

@@ -1,0 +1,265 @@
+//! AWQ, compressed-tensors and the `fp8` method.
+
+use super::{Complaint, Complaints, FUSED, Module, Plan};
+use crate::format::compressed::Form;
+use crate::format::layout::{InputsKind, Tile};
+use crate::scheme::{GroupSize, Scheme};
+
+/// How AWQ is read.
+#[derive(Debug, PartialEq)]
+pub struct Awq {
+    /// Group sizes; `None` for any.
+    pub groups: Option<&'static [i32]>,
+}
+
+/// How compressed-tensors is read.
+#[derive(Debug, PartialEq)]
+pub struct Compressed {
+    pub packed: Packed,
+    /// Whether 8-bit floats may have a scale a block.
+    pub blocks: bool,
+    /// The one size of blocks; `None` for any.
+    pub block: Option<(usize, usize)>,
+}
+
+/// How packed integers are read.
+#[derive(Debug, PartialEq)]
+pub struct Packed {
+    pub bits: &'static [u8],
+    /// Group sizes; `None` for any.
+    pub groups: Option<&'static [i32]>,
+    pub tiles: Tiles,
+}
+
+/// Whose shapes must be multiples of the tiles of Marlin kernels: 64 outputs by 128 inputs.
+#[derive(Debug, PartialEq)]
+pub enum Tiles {
+    /// No one's.
+    Any,
+    /// Those of asymmetric weights.
+    Asymmetric,
+    /// Everyone's.
+    Marlin,
+}
+
+/// How the `fp8` method is read.
+#[derive(Debug, PartialEq)]
+pub struct Fp8 {
+    /// Whether a weight may have one scale.
+    pub tensor: bool,
+    /// The one size of blocks; `None` for any.
+    pub block: Option<(usize, usize)>,
+}
+
+const NOT_READ: &str = "is not read; gptq and awq are";
+
+fn group_complaint(groups: Option<&[i32]>, size: GroupSize) -> Option<String> {
+    let known = groups.filter(|sizes| !sizes.contains(&size.raw()))?;
+    let known = known.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
+    Some(format!("group size {size} is not taken; {known} are"))
+}
+
+fn quantized(plan: &Plan) -> impl Iterator<Item = (&Module, Scheme)> {
+    plan.modules.iter().filter_map(|module| Some((module, module.scheme?)))
+}
+
+pub fn awq(rules: &Awq, plan: &Plan) -> Vec<Complaint> {
+    let mut out = Complaints::default();
+    for (module, Scheme { bits, group_size, .. }) in quantized(plan) {
+        if bits != 4 {
+            out.add(format!("{bits}-bit weights are not taken; 4-bit ones are"), module);
+        }
+        if let Some(why) = group_complaint(rules.groups, group_size) {
+            out.add(why, module);
+        }
+        whole_groups(&mut out, module, group_size);
+        if !module.rows.is_multiple_of(8) {
+            out.add(format!("{} outputs do not fill 32-bit words; skip the module", module.rows), module);
+        }
+    }
+    out.0
+}
+
+fn whole_groups(out: &mut Complaints, module: &Module, size: GroupSize) {
+    if !size.divides(module.cols) {
+        let cols = module.cols;
+        out.add(format!("group size {size} does not divide {cols} input channels; choose a divisor or skip"), module);
+    }
+}
+
+pub fn compressed(rules: Option<&Compressed>, form: Form, fuses: bool, plan: &Plan) -> Vec<Complaint> {
+    let Some(rules) = rules else { return vec![(format!("compressed-tensors {NOT_READ}"), Vec::new())] };
+    match form {
+        Form::Packed => packed(&rules.packed, plan),
+        Form::Int8(InputsKind::Float | InputsKind::Group(_)) => {
+            vec![("int-quantized weights need inputs rounded by token or as a whole".into(), Vec::new())]
+        }
+        Form::Int8(_) => Vec::new(),
+        Form::Float8 { tile: tile @ Tile::Block(..), .. } if !rules.blocks => {
+            let why = format!("scales of {} are not taken; those of channels are", described(tile));
+            vec![(why, Vec::new())]
+        }
+        Form::Float8 { tile, .. } => blocks(rules.block, tile, fuses, plan),
+    }
+}
+
+fn described(tile: Tile) -> String {
+    match tile {
+        Tile::Tensor => "whole weights".into(),
+        Tile::Channel => "channels".into(),
+        Tile::Block(height, width) => format!("blocks of {height} by {width}"),
+    }
+}
+
+fn packed(rules: &Packed, plan: &Plan) -> Vec<Complaint> {
+    let mut out = Complaints::default();
+    for (module, Scheme { bits, group_size, sym }) in quantized(plan) {
+        if !rules.bits.contains(&bits) {
+            let known = rules.bits.iter().map(u8::to_string).collect::<Vec<_>>().join(", ");
+            out.add(format!("{bits}-bit weights are not taken; those of {known} bits are"), module);
+        }
+        if let Some(why) = group_complaint(rules.groups, group_size) {
+            out.add(why, module);
+        }
+        whole_groups(&mut out, module, group_size);
+        let Module { rows, cols, .. } = *module;
+        let tiles = match rules.tiles {
+            Tiles::Any => false,
+            Tiles::Asymmetric => !sym,
+            Tiles::Marlin => true,
+        };
+        if tiles && !(rows.is_multiple_of(64) && cols.is_multiple_of(128)) {
+            let why = format!("{rows} outputs by {cols} inputs are no multiples of 64 by 128; skip the module");
+            out.add(why, module);
+        }
+        if !sym && !(rows * bits as usize).is_multiple_of(32) {
+            out.add(format!("{rows} zero points at {bits} bits do not fill 32-bit words; skip the module"), module);
+        }
+    }
+    out.0
+}
+
+pub fn fp8(rules: Option<&Fp8>, tile: Tile, fuses: bool, plan: &Plan) -> Vec<Complaint> {
+    let Some(rules) = rules else { return vec![(format!("fp8 {NOT_READ}"), Vec::new())] };
+    match tile {
+        Tile::Tensor if !rules.tensor => {
+            vec![("one scale a weight is looked for under another name; blocks are taken".into(), Vec::new())]
+        }
+        Tile::Channel => vec![("scales of channels are not taken; write compressed-tensors".into(), Vec::new())],
+        _ => blocks(rules.block, tile, fuses, plan),
+    }
+}
+
+/// Blocks: of the one size, and none of them in two parts of a joined linear.
+fn blocks(known: Option<(usize, usize)>, tile: Tile, fuses: bool, plan: &Plan) -> Vec<Complaint> {
+    let Tile::Block(height, width) = tile else { return Vec::new() };
+    if let Some((h, w)) = known.filter(|size| *size != (height, width)) {
+        return vec![(format!("scales of {} are not taken; those of {h} by {w} are", described(tile)), Vec::new())];
+    }
+    let mut out = Complaints::default();
+    // The last part may end inside a block.
+    let first = |name: &str| FUSED.iter().any(|parts| parts[..parts.len() - 1].iter().any(|part| name.ends_with(part)));
+    for (module, _) in quantized(plan).filter(|(module, _)| fuses && first(&module.name)) {
+        if !module.rows.is_multiple_of(height) {
+            let rows = module.rows;
+            out.add(format!("{rows} outputs of a part of a joined linear end inside a block of {height}"), module);
+        }
+    }
+    out.0
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::{CONSUMERS, Kind, check, largest_tp, parse};
+    use super::*;
+
+    fn scheme(bits: u8, group: i32, sym: bool) -> Scheme {
+        Scheme { bits, group_size: GroupSize::new(group).unwrap(), sym }
+    }
+
+    fn plan(kind: Kind, linears: &[(&str, usize, usize, Option<Scheme>)]) -> Plan {
+        let modules = linears.iter().map(|&(name, rows, cols, scheme)| Module {
+            name: format!("model.layers.0.{name}"),
+            rows,
+            cols,
+            scheme,
+        });
+        Plan { scheme: scheme(8, -1, true), kind, heads: 8, kv_heads: 8, kv_cache: None, modules: modules.collect() }
+    }
+
+    /// Columns: vllm-0.33, vllm-0.10, sglang-0.5, transformers-5, gptqmodel-7.
+    fn taken(plan: &Plan) -> [bool; 5] {
+        let all: Vec<bool> = CONSUMERS.iter().map(|consumer| check(consumer, plan).is_empty()).collect();
+        all.try_into().unwrap()
+    }
+
+    #[test]
+    fn awq() {
+        let down = |rows, cols, scheme| plan(Kind::Awq, &[("mlp.down_proj", rows, cols, Some(scheme))]);
+        assert_eq!(taken(&down(1000, 1024, scheme(4, 128, false))), [true; 5]);
+        assert_eq!(taken(&down(1000, 1024, scheme(4, 256, false))), [true, true, true, false, false]);
+        assert_eq!(taken(&down(1000, 1040, scheme(4, 128, false))), [false; 5]);
+        assert_eq!(taken(&down(1004, 1024, scheme(4, 128, false))), [false; 5]);
+        // Zero points are there for all, so that parts of a joined linear may differ in them, not in being there.
+        let parts = |q, k| {
+            let linears = [("self_attn.q_proj", q), ("self_attn.k_proj", k), ("self_attn.v_proj", q)];
+            plan(Kind::Awq, &linears.map(|(name, scheme)| (name, 64, 128, scheme)))
+        };
+        let (asym, sym) = (Some(scheme(4, 128, false)), Some(scheme(4, 128, true)));
+        assert_eq!(taken(&parts(asym, sym)), [true; 5]);
+        assert_eq!(taken(&parts(asym, None)), [false, false, false, true, true]);
+    }
+
+    #[test]
+    fn packed_integers() {
+        let down =
+            |rows, cols, scheme| plan(Kind::Compressed(Form::Packed), &[("mlp.down_proj", rows, cols, Some(scheme))]);
+        assert_eq!(taken(&down(64, 128, scheme(4, 64, false))), [true, true, true, true, false]);
+        assert_eq!(taken(&down(72, 192, scheme(4, 64, true))), [true, true, false, true, false]);
+        assert_eq!(taken(&down(72, 192, scheme(4, 64, false))), [true, false, false, true, false]);
+        assert_eq!(taken(&down(64, 128, scheme(5, 64, true))), [true, false, false, true, false]);
+        assert_eq!(taken(&down(64, 128, scheme(4, 16, true))), [false, false, false, true, false]);
+        assert_eq!(taken(&down(60, 128, scheme(4, 64, false))), [false; 5]);
+        let refused = check(parse("sglang").unwrap(), &down(72, 192, scheme(4, 64, true)));
+        assert!(refused[0].why.contains("72 outputs by 192 inputs are no multiples of 64 by 128"), "{refused:?}");
+    }
+
+    #[test]
+    fn blocks_end_where_parts_do() {
+        let eight = Some(scheme(8, -1, true));
+        let block =
+            |size| Kind::Compressed(Form::Float8 { tile: Tile::Block(size, size), inputs: InputsKind::Group(size) });
+        let qkv = |kind, rows| {
+            let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+            plan(kind, &names.map(|name| (name, rows, 200, eight)))
+        };
+        assert_eq!(taken(&qkv(block(128), 256)), [true, false, true, true, false]);
+        assert_eq!(taken(&qkv(block(128), 192)), [false, false, false, true, false]);
+        assert_eq!(taken(&qkv(block(64), 256)), [false, false, false, true, false]);
+        // The last part may end inside a block.
+        let mut last = qkv(block(128), 256);
+        last.modules[2].rows = 200;
+        assert!(check(parse("vllm").unwrap(), &last).is_empty());
+        let method = |tile| Kind::Fp8 { tile, inputs: InputsKind::Token };
+        assert_eq!(taken(&qkv(method(Tile::Tensor), 192)), [true, true, true, false, false]);
+        assert_eq!(taken(&qkv(method(Tile::Channel), 192)), [false; 5]);
+    }
+
+    #[test]
+    fn splits() {
+        let degree = |kind, rows, cols, scheme: Scheme| {
+            let linears = [("mlp.up_proj", rows, cols, Some(scheme)), ("mlp.down_proj", cols, rows, Some(scheme))];
+            largest_tp(&plan(kind, &linears)).degree
+        };
+        // Eight outputs stay together in AWQ, which have no words of inputs.
+        assert_eq!(degree(Kind::Awq, 64, 64, scheme(4, 4, false)), 8);
+        assert_eq!(degree(Kind::Awq, 48, 64, scheme(4, 4, false)), 2);
+        let packed = Kind::Compressed(Form::Packed);
+        assert_eq!(degree(packed, 48, 64, scheme(4, 4, false)), 2);
+        assert_eq!(degree(packed, 256, 64, scheme(5, 64, true)), 4);
+        assert_eq!(degree(Kind::Compressed(Form::Int8(InputsKind::Token)), 8, 8, scheme(8, -1, true)), 8);
+        let block = Kind::Fp8 { tile: Tile::Block(128, 128), inputs: InputsKind::Group(128) };
+        assert_eq!(degree(block, 512, 64, scheme(8, -1, true)), 4);
+    }
+}
