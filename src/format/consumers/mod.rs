@@ -69,12 +69,13 @@ pub const CONSUMERS: &[Consumer] = &[
         // mixed_precision/marlin.py, tiles padded), other widths by Humming. utils/fp8_utils.py
         // validate_fp8_block_shape; utils/quant_utils.py knows blocks of 128 by 128 alone.
         compressed: Some(Compressed {
-            packed: Packed { bits: &[2, 3, 4, 5, 6, 7, 8], groups: MARLIN_GROUPS, tiles: Tiles::Any },
+            packed: Packed { bits: &[2, 3, 4, 5, 6, 7, 8], groups: MARLIN_GROUPS, tiles: Tiles::Any, asymmetric: true },
             blocks: true,
             block: Some((128, 128)),
+            whole_blocks: false,
         }),
         // quantization/fp8.py.
-        fp8: Some(Fp8 { tensor: true, block: Some((128, 128)) }),
+        fp8: Some(Fp8 { tensor: true, block: Some((128, 128)), whole_blocks: false }),
         fuses: true,
         head_scales: true,
     },
@@ -106,12 +107,13 @@ pub const CONSUMERS: &[Consumer] = &[
         // compressed_tensors/schemes/compressed_tensors_wNa16.py: 4 and 8 bits. Linears off Marlin's tiles go to
         // ExLlama, which takes no zero points. compressed_tensors.py `_is_fp8_w8a8`: tensor and channel scales.
         compressed: Some(Compressed {
-            packed: Packed { bits: &[4, 8], groups: MARLIN_GROUPS, tiles: Tiles::Asymmetric },
+            packed: Packed { bits: &[4, 8], groups: MARLIN_GROUPS, tiles: Tiles::Asymmetric, asymmetric: true },
             blocks: false,
             block: None,
+            whole_blocks: false,
         }),
         // quantization/fp8.py.
-        fp8: Some(Fp8 { tensor: true, block: Some((128, 128)) }),
+        fp8: Some(Fp8 { tensor: true, block: Some((128, 128)), whole_blocks: false }),
         fuses: true,
         head_scales: false,
     },
@@ -133,12 +135,13 @@ pub const CONSUMERS: &[Consumer] = &[
         awq: Awq { groups: None },
         // compressed_tensors/schemes/compressed_tensors_wNa16.py: Marlin alone, nothing padded.
         compressed: Some(Compressed {
-            packed: Packed { bits: &[4, 8], groups: MARLIN_GROUPS, tiles: Tiles::Marlin },
+            packed: Packed { bits: &[4, 8], groups: MARLIN_GROUPS, tiles: Tiles::Marlin, asymmetric: true },
             blocks: true,
             block: Some((128, 128)),
+            whole_blocks: false,
         }),
         // layers/quantization/fp8.py.
-        fp8: Some(Fp8 { tensor: true, block: Some((128, 128)) }),
+        fp8: Some(Fp8 { tensor: true, block: Some((128, 128)), whole_blocks: false }),
         fuses: true,
         head_scales: false,
     },
@@ -151,12 +154,15 @@ pub const CONSUMERS: &[Consumer] = &[
         awq: GPTQMODEL_AWQ,
         // quantizers/quantizer_compressed_tensors.py: the library itself unpacks, whatever the shape.
         compressed: Some(Compressed {
-            packed: Packed { bits: &[2, 3, 4, 5, 6, 7, 8], groups: None, tiles: Tiles::Any },
+            // compressed-tensors 0.20.1 with transformers 5.24, run: zero points meet a shape that is not packed.
+            packed: Packed { bits: &[2, 3, 4, 5, 6, 7, 8], groups: None, tiles: Tiles::Any, asymmetric: false },
             blocks: true,
             block: None,
+            // Run: blocks that do not fill a weight fail in the forward pass.
+            whole_blocks: true,
         }),
         // integrations/finegrained_fp8.py: scales are `weight_scale_inv` alone.
-        fp8: Some(Fp8 { tensor: false, block: None }),
+        fp8: Some(Fp8 { tensor: false, block: None, whole_blocks: true }),
         fuses: false,
         head_scales: true,
     },

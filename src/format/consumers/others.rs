@@ -20,6 +20,8 @@ pub struct Compressed {
     pub blocks: bool,
     /// The one size of blocks; `None` for any.
     pub block: Option<(usize, usize)>,
+    /// Whether blocks must fill the weight.
+    pub whole_blocks: bool,
 }
 
 /// How packed integers are read.
@@ -29,6 +31,8 @@ pub struct Packed {
     /// Group sizes; `None` for any.
     pub groups: Option<&'static [i32]>,
     pub tiles: Tiles,
+    /// Whether there may be zero points.
+    pub asymmetric: bool,
 }
 
 /// Whose shapes must be multiples of the tiles of Marlin kernels: 64 outputs by 128 inputs.
@@ -49,6 +53,8 @@ pub struct Fp8 {
     pub tensor: bool,
     /// The one size of blocks; `None` for any.
     pub block: Option<(usize, usize)>,
+    /// Whether blocks must fill the weight.
+    pub whole_blocks: bool,
 }
 
 const NOT_READ: &str = "is not read; gptq and awq are";
@@ -99,7 +105,7 @@ pub fn compressed(rules: Option<&Compressed>, form: Form, fuses: bool, plan: &Pl
             let why = format!("scales of {} are not taken; those of channels are", described(tile));
             vec![(why, Vec::new())]
         }
-        Form::Float8 { tile, .. } => blocks(rules.block, tile, fuses, plan),
+        Form::Float8 { tile, .. } => blocks(rules.block, rules.whole_blocks, tile, fuses, plan),
     }
 }
 
@@ -120,6 +126,9 @@ fn packed(rules: &Packed, plan: &Plan) -> Vec<Complaint> {
         }
         if let Some(why) = group_complaint(rules.groups, group_size) {
             out.add(why, module);
+        }
+        if !sym && !rules.asymmetric {
+            out.add("zero points are not loaded; symmetric weights are".into(), module);
         }
         whole_groups(&mut out, module, group_size);
         let Module { rows, cols, .. } = *module;
@@ -146,17 +155,23 @@ pub fn fp8(rules: Option<&Fp8>, tile: Tile, fuses: bool, plan: &Plan) -> Vec<Com
             vec![("one scale a weight is looked for under another name; blocks are taken".into(), Vec::new())]
         }
         Tile::Channel => vec![("scales of channels are not taken; write compressed-tensors".into(), Vec::new())],
-        _ => blocks(rules.block, tile, fuses, plan),
+        _ => blocks(rules.block, rules.whole_blocks, tile, fuses, plan),
     }
 }
 
 /// Blocks: of the one size, and none of them in two parts of a joined linear.
-fn blocks(known: Option<(usize, usize)>, tile: Tile, fuses: bool, plan: &Plan) -> Vec<Complaint> {
+fn blocks(known: Option<(usize, usize)>, whole: bool, tile: Tile, fuses: bool, plan: &Plan) -> Vec<Complaint> {
     let Tile::Block(height, width) = tile else { return Vec::new() };
     if let Some((h, w)) = known.filter(|size| *size != (height, width)) {
         return vec![(format!("scales of {} are not taken; those of {h} by {w} are", described(tile)), Vec::new())];
     }
     let mut out = Complaints::default();
+    for (module, _) in quantized(plan).filter(|_| whole) {
+        let Module { rows, cols, .. } = *module;
+        if !(rows.is_multiple_of(height) && cols.is_multiple_of(width)) {
+            out.add(format!("blocks of {height} by {width} do not fill {rows} outputs by {cols} inputs"), module);
+        }
+    }
     // The last part may end inside a block.
     let first = |name: &str| FUSED.iter().any(|parts| parts[..parts.len() - 1].iter().any(|part| name.ends_with(part)));
     for (module, _) in quantized(plan).filter(|(module, _)| fuses && first(&module.name)) {
@@ -215,9 +230,9 @@ mod tests {
     fn packed_integers() {
         let down =
             |rows, cols, scheme| plan(Kind::Compressed(Form::Packed), &[("mlp.down_proj", rows, cols, Some(scheme))]);
-        assert_eq!(taken(&down(64, 128, scheme(4, 64, false))), [true, true, true, true, false]);
+        assert_eq!(taken(&down(64, 128, scheme(4, 64, false))), [true, true, true, false, false]);
         assert_eq!(taken(&down(72, 192, scheme(4, 64, true))), [true, true, false, true, false]);
-        assert_eq!(taken(&down(72, 192, scheme(4, 64, false))), [true, false, false, true, false]);
+        assert_eq!(taken(&down(72, 192, scheme(4, 64, false))), [true, false, false, false, false]);
         assert_eq!(taken(&down(64, 128, scheme(5, 64, true))), [true, false, false, true, false]);
         assert_eq!(taken(&down(64, 128, scheme(4, 16, true))), [false, false, false, true, false]);
         assert_eq!(taken(&down(60, 128, scheme(4, 64, false))), [false; 5]);
@@ -232,10 +247,10 @@ mod tests {
             |size| Kind::Compressed(Form::Float8 { tile: Tile::Block(size, size), inputs: InputsKind::Group(size) });
         let qkv = |kind, rows| {
             let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
-            plan(kind, &names.map(|name| (name, rows, 200, eight)))
+            plan(kind, &names.map(|name| (name, rows, 256, eight)))
         };
         assert_eq!(taken(&qkv(block(128), 256)), [true, false, true, true, false]);
-        assert_eq!(taken(&qkv(block(128), 192)), [false, false, false, true, false]);
+        assert_eq!(taken(&qkv(block(128), 192)), [false, false, false, false, false]);
         assert_eq!(taken(&qkv(block(64), 256)), [false, false, false, true, false]);
         // The last part may end inside a block.
         let mut last = qkv(block(128), 256);
