@@ -4,7 +4,6 @@ use std::error::Error;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use half::{bf16, f16};
 use serde_json::json;
 
 use super::super::open::open;
@@ -17,7 +16,7 @@ use crate::format;
 use crate::format::atomic::OutputFolder;
 use crate::format::pretty;
 use crate::format::safetensors::{TensorSpec, write_sharded};
-use crate::tensor::{Bytes, Dtype};
+use crate::tensor::{Bytes, Dtype, narrowed};
 
 pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     // One form for now.
@@ -48,7 +47,7 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
             (&[len], _) => checkpoint.vector(&spec.name, len)?,
             _ => return Err(Box::<dyn Error + Send + Sync>::from("a tensor of three dimensions")),
         };
-        Ok(narrowed(&values, dtype))
+        Ok(Bytes::from(narrowed(dtype, &values)))
     })?;
     for name in checkpoint.side_files()? {
         let mut text = checkpoint.side_text(&name)?.context("a file that was made")?;
@@ -72,12 +71,4 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
         printer.note("its weights were quantized: the folder holds what was left of them");
     }
     Ok(())
-}
-
-fn narrowed(values: &[f32], dtype: Dtype) -> Bytes {
-    match dtype {
-        Dtype::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect::<Vec<u8>>().into(),
-        Dtype::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect::<Vec<u8>>().into(),
-        _ => bytemuck::cast_slice(values).to_vec().into(),
-    }
 }

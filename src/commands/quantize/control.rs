@@ -4,9 +4,8 @@ use anyhow::Result;
 
 use super::super::open::{Failure, Measurement, Runnable, perplexity_through};
 use super::modules::Modules;
-use super::solve::{Solved, solve};
+use super::solve::stored;
 use super::transform::plainly;
-use crate::backend::Matrix;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::evaluate::perplexity::Measured;
@@ -40,15 +39,8 @@ pub fn control(
     let round = |block: &Block, chunks: &mut [Chunk]| {
         block.run::<Failure>(model, chunks, None, &mut |stage, _| {
             let linears = block.linears(stage);
-            let solved =
-                solve(model.backend(), plain, layout.least_zero(), &linears, &modules.schemes(&linears), None)?;
-            let stored = linears.iter().zip(solved).map(|(linear, solved)| match solved {
-                None => Ok(linear.weight.clone()),
-                Some(Solved { solution, .. }) => {
-                    Ok(model.backend().load(layout.store(&linear.path, &solution)?.weight)?)
-                }
-            });
-            stored.collect::<Result<Vec<Matrix>, Failure>>().map(Some)
+            let schemes = modules.schemes(&linears);
+            Ok(Some(stored(model.backend(), plain, layout, &linears, &schemes, None)?))
         })
     };
     let mut forward = |chunks: &mut [Chunk]| -> Result<(), Failure> {

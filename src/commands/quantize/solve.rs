@@ -1,12 +1,12 @@
 //! One stage solved: what a method makes of linears that share their inputs.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
 use rayon::prelude::*;
 
-use crate::backend::Backend;
 use crate::backend::weight::Inputs as Activations;
+use crate::backend::{Backend, Matrix};
 use crate::calibrate::driver::Inputs;
-use crate::format::layout::{Solution, Tile};
+use crate::format::layout::{Layout, Solution, Tile};
 use crate::model::block::Linear;
 use crate::num::e4m3;
 use crate::quantize::feedback::{FeedbackOptions, curvature};
@@ -63,6 +63,26 @@ pub fn solve(
             Ok(linears.par_iter().zip(schemes).map(one).collect())
         }
     }
+}
+
+/// The weights that linears would have in an artifact.
+pub fn stored(
+    backend: &dyn Backend,
+    method: &Method,
+    layout: &dyn Layout,
+    linears: &[&Linear],
+    schemes: &[Option<Scheme>],
+    inputs: Option<&Inputs>,
+) -> Result<Vec<Matrix>> {
+    let solved = solve(backend, method, layout.least_zero(), linears, schemes, inputs)?;
+    let one = |(linear, solved): (&&Linear, Option<Solved>)| match solved {
+        None => Ok(linear.weight.clone()),
+        Some(solved) => {
+            let stored = layout.store(&linear.path, &solved.solution).map_err(Error::msg);
+            Ok(backend.load(stored.with_context(|| format!("module `{}`", linear.path))?.weight)?)
+        }
+    };
+    linears.iter().zip(solved).map(one).collect()
 }
 
 fn hessian_diagonal(inputs: &Inputs) -> Vec<f64> {

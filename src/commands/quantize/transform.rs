@@ -4,7 +4,7 @@
 use anyhow::Result;
 
 use super::modules::Modules;
-use super::solve::{Solved, solve};
+use super::solve::stored;
 use crate::backend::tensor::Tensor;
 use crate::backend::weight::{Dense, Weight};
 use crate::backend::{DeviceError, Matrix};
@@ -210,15 +210,7 @@ impl Search<'_> {
             let inputs = Inputs { abs_max: abs_max(backend, inputs)?, ..Inputs::default() };
             let linears = block.linears(stage);
             let schemes = self.modules.schemes(&linears);
-            let solved = solve(backend, &plain, self.layout.least_zero(), &linears, &schemes, Some(&inputs))?;
-            let stored = linears.iter().zip(solved).map(|(linear, solved)| match solved {
-                None => Ok(linear.weight.clone()),
-                Some(Solved { solution, .. }) => {
-                    let stored = self.layout.store(&linear.path, &solution).map_err(anyhow::Error::msg)?;
-                    Ok(backend.load(stored.weight)?)
-                }
-            });
-            stored.collect::<Result<Vec<_>>>().map(Some)
+            stored(backend, &plain, self.layout, &linears, &schemes, Some(&inputs)).map(Some)
         })?;
         Ok(error(&backend.download(&chunks[0].hidden)?, wanted))
     }
