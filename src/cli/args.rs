@@ -295,8 +295,9 @@ pub struct GgufArgs {
     /// Importance of the input channels: a file of `imatrix` or llama.cpp, or `auto` to gather it now
     #[arg(long, value_name = "FILE|auto")]
     pub imatrix: Option<String>,
-    /// Choose codes so that they mend each other's errors (GPTQ's idea, on the blocks of the type): a better file of
-    /// the same size, which any llama.cpp loads. Calibrates block by block
+    /// Choose codes so that they mend each other's errors (GPTQ's idea, on the blocks of the type): same size, loads in
+    /// any llama.cpp. Measured closer to the source (KL divergence) on text like the calibration text, less so on
+    /// other text; perplexity need not fall. Calibrates block by block
     #[arg(long)]
     pub error_feedback: bool,
     /// Text for `--imatrix auto` and `--error-feedback` [default: built-in]

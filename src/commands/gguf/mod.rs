@@ -23,6 +23,7 @@ use crate::cli::args::{GgufArgs, ImatrixArgs, ImatrixForm};
 use crate::cli::interrupt;
 use crate::cli::print::{Printer, Steps, bytes};
 use crate::format;
+use crate::format::gguf::file_type::FileType;
 use crate::format::gguf::imatrix::Imatrix;
 use crate::format::gguf::metadata::{self, describe};
 use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
@@ -48,8 +49,9 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let device = backend(&args.model.device, CudaOptions::default(), printer)?;
     let source = open(&located.dir, device, printer)?;
     if let Some(method) = source.method {
+        let again = if rounds(args) { ", and is rounded again" } else { "" };
         printer.warn(format!(
-            "`{}` is quantized already (by {method}): what it lost stays lost, and is rounded again",
+            "`{}` is quantized already (by {method}): what it lost stays lost{again}",
             located.dir.display()
         ));
     }
@@ -126,6 +128,12 @@ fn free(out: &Path, args: &GgufArgs, source: &Path) -> Result<()> {
         Err(WriteError::Exists(_)) => bail!("`{}` exists already; name another file with --out", out.display()),
         other => Ok(other?),
     }
+}
+
+/// Whether any weight may be stored in fewer bits than F32, which holds all that a quantized source says.
+fn rounds(args: &GgufArgs) -> bool {
+    let mut own = [args.output_tensor_type, args.token_embedding_type].into_iter().flatten();
+    args.kind != FileType::F32 || !args.tensor_types.is_empty() || own.any(|kind| kind != GgmlType::F32)
 }
 
 /// The file as it is written: tensors in the planned order.

@@ -1,5 +1,8 @@
 //! Sound files with random damage: whatever the reader says, it says it without a panic, and what it accepts hangs
-//! together. Some seconds long; `QUANTKIT_FUZZ_CASES` sets another number of cases. `tests/fuzz` has it for libFuzzer.
+//! together. Some seconds long; `QUANTKIT_FUZZ_CASES` sets another number of cases. `tests/fuzz` has it for libFuzzer,
+//! and what libFuzzer found worth keeping is read here too.
+
+use std::path::Path;
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -66,6 +69,38 @@ fn damaged(sound: &[u8], damages: &[Damage]) -> Vec<u8> {
     bytes
 }
 
+/// Whether the reader of GGUF files takes these bytes.
+fn gguf(bytes: Vec<u8>) -> bool {
+    let Ok(part) = parse(bytes.into()) else { return false };
+    for tensor in &part.tensors {
+        let row = tensor.kind.row_bytes(tensor.cols()).unwrap();
+        let rows = tensor.len().checked_div(tensor.cols()).unwrap_or(0);
+        assert_eq!(tensor.bytes.len(), rows * row);
+    }
+    true
+}
+
+/// Whether the reader of importance takes these bytes.
+fn importance(bytes: Vec<u8>) -> bool {
+    let Ok(read) = Imatrix::parse(bytes.into()) else { return false };
+    assert!(read.entries.values().all(|entry| entry.means().len() == entry.sums.len()));
+    true
+}
+
+/// Whether a checkpoint opens with these bytes as its weights; `dir` has its config.
+fn safetensors(dir: &Path, bytes: Vec<u8>) -> bool {
+    // A new file each time: some file systems flush one that is cut and filled again.
+    let path = dir.join("model.safetensors");
+    let _ = std::fs::remove_file(&path);
+    std::fs::write(&path, bytes).unwrap();
+    let Ok(checkpoint) = Checkpoint::open(dir) else { return false };
+    for entry in checkpoint.tensors().values() {
+        assert_eq!(entry.bytes.len(), entry.shape.iter().product::<usize>() * entry.dtype.size());
+    }
+    checkpoint.non_finite();
+    true
+}
+
 #[test]
 fn damaged_gguf_files() {
     let mut raw = Raw::sound();
@@ -75,13 +110,7 @@ fn damaged_gguf_files() {
     let sound = raw.bytes();
     raw.read().unwrap();
     let check = |damages: Vec<Damage>| {
-        if let Ok(part) = parse(damaged(&sound, &damages).into()) {
-            for tensor in &part.tensors {
-                let row = tensor.kind.row_bytes(tensor.cols()).unwrap();
-                let rows = tensor.len().checked_div(tensor.cols()).unwrap_or(0);
-                assert_eq!(tensor.bytes.len(), rows * row);
-            }
-        }
+        gguf(damaged(&sound, &damages));
         Ok(())
     };
     TestRunner::new(cases(100_000)).run(&damages(), check).unwrap();
@@ -102,9 +131,7 @@ fn damaged_importance_files() {
     imatrix.write_dat(&dat).unwrap();
     for sound in [gguf, dat].map(|path| std::fs::read(path).unwrap()) {
         let check = |damages: Vec<Damage>| {
-            if let Ok(read) = Imatrix::parse(damaged(&sound, &damages).into()) {
-                assert!(read.entries.values().all(|entry| entry.means().len() == entry.sums.len()));
-            }
+            importance(damaged(&sound, &damages));
             Ok(())
         };
         TestRunner::new(cases(30_000)).run(&damages(), check).unwrap();
@@ -115,21 +142,33 @@ fn damaged_importance_files() {
 fn damaged_safetensors_files() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), "{}").unwrap();
-    let path = dir.path().join("model.safetensors");
     let header = br#"{"a":{"dtype":"F16","shape":[2,2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}"#;
     let sound = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 12]].concat();
     let check = |damages: Vec<Damage>| {
-        // A new file each time: some file systems flush one that is cut and filled again.
-        let _ = std::fs::remove_file(&path);
-        std::fs::write(&path, damaged(&sound, &damages)).unwrap();
-        if let Ok(checkpoint) = Checkpoint::open(dir.path()) {
-            for entry in checkpoint.tensors().values() {
-                assert_eq!(entry.bytes.len(), entry.shape.iter().product::<usize>() * entry.dtype.size());
-            }
-        }
+        safetensors(dir.path(), damaged(&sound, &damages));
         Ok(())
     };
     check(vec![]).unwrap();
     assert_eq!(Checkpoint::open(dir.path()).unwrap().tensors().len(), 2);
     TestRunner::new(cases(5_000)).run(&damages(), check).unwrap();
+}
+
+/// The files that libFuzzer kept because each reaches code that no other does: both verdicts are among them.
+#[test]
+fn files_that_libfuzzer_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+    let corpus = |target: &str| -> Vec<Vec<u8>> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fuzz/corpus").join(target);
+        let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        paths.sort();
+        paths.iter().map(|path| std::fs::read(path).unwrap()).collect()
+    };
+    let both = |reader: &str, verdicts: Vec<bool>| {
+        let taken = verdicts.iter().filter(|taken| **taken).count();
+        assert!(taken > 0 && taken < verdicts.len(), "{reader} takes {taken} of {} files", verdicts.len());
+    };
+    both("GGUF", corpus("gguf").into_iter().map(gguf).collect());
+    both("importance", corpus("gguf").into_iter().map(importance).collect());
+    both("safetensors", corpus("safetensors").into_iter().map(|bytes| safetensors(dir.path(), bytes)).collect());
 }
