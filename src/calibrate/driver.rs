@@ -31,8 +31,8 @@ pub trait Quantizing {
 
     fn needs(&self) -> Needs;
 
-    /// The block as it is to be quantized, where it is to be changed before. `chunks` are its inputs; the first has at
-    /// most the tokens that [`Course::sample`] says.
+    /// The block as it is to be quantized, where it is to be changed before. `chunks` are its inputs; the leading ones
+    /// are what [`Course::sample`] says.
     fn prepare(&mut self, _model: &Model, _block: &Block, _chunks: &[Chunk]) -> Result<Option<Block>, Self::Error> {
         Ok(None)
     }
@@ -83,7 +83,7 @@ pub struct Course {
     pub true_sequential: bool,
     /// The windows go through the original model as well.
     pub drift: bool,
-    /// Tokens of the first chunk at most: what `prepare` may try many things on.
+    /// Tokens of the leading chunks at most, see [`sample`]: what `prepare` may try things on.
     pub sample: Option<usize>,
 }
 
@@ -207,14 +207,29 @@ fn cache_range(
     Ok(CacheRange { keys: abs_max(model.backend(), &keys)?, values: abs_max(model.backend(), &values)? })
 }
 
-/// Whole windows, packed into chunks in order.
+/// What part of a sample is its first chunk, where many things can be tried in little time.
+const FIRST_PART: usize = 4;
+
+/// The leading chunks that are the sample of at most `tokens` tokens.
+pub fn sample(chunks: &[Chunk], tokens: usize) -> &[Chunk] {
+    let mut sum = 0;
+    let fitting = chunks.iter().take_while(|chunk| {
+        sum += chunk.batch.ids.len();
+        sum <= tokens
+    });
+    &chunks[..fitting.count().max(1).min(chunks.len())]
+}
+
+/// Whole windows, packed into chunks in order; a sample is two chunks, where it has several windows.
 fn embed(model: &Model, windows: &[Vec<u32>], sample: Option<usize>) -> Result<Vec<Chunk>, ModelError> {
     let length = windows.first().map_or(1, Vec::len).max(1);
     let per_chunk = |tokens: usize| (tokens / length).max(1).min(windows.len());
     let (first, rest) = windows.split_at(sample.map_or(0, per_chunk));
+    let (first, second) = first.split_at(first.len().div_ceil(FIRST_PART));
     let whole = rest.chunks(per_chunk(CHUNK_TOKENS).max(1));
-    std::iter::once(first)
-        .filter(|first| !first.is_empty())
+    [first, second]
+        .into_iter()
+        .filter(|part| !part.is_empty())
         .chain(whole)
         .map(|windows| {
             let sequences: Vec<&[u32]> = windows.iter().map(Vec::as_slice).collect();

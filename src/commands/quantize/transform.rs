@@ -8,7 +8,7 @@ use super::solve::stored;
 use crate::backend::tensor::Tensor;
 use crate::backend::weight::{Dense, Weight};
 use crate::backend::{DeviceError, Matrix};
-use crate::calibrate::driver::{Inputs, abs_max};
+use crate::calibrate::driver::{Inputs, abs_max, sample};
 use crate::cli::interrupt;
 use crate::format::layout::Layout;
 use crate::model::block::{Block, Chunk, Linear, Stage};
@@ -22,8 +22,10 @@ use crate::tensor::{Dtype, narrowed};
 
 /// Strengths that are tried where the user leaves it to us.
 const ALPHAS: [f32; 8] = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9];
+/// Candidates that are tried on the whole sample: those that do best on its first part.
+const FINALISTS: usize = 3;
 
-/// Finds the folds of a block. `chunks` are its inputs, the first of them what candidates are tried on.
+/// Finds the folds of a block from its inputs, the leading of which are a sample that candidates are tried on.
 pub struct Search<'a> {
     pub method: &'a Method,
     pub modules: &'a Modules,
@@ -33,8 +35,8 @@ pub struct Search<'a> {
 
 /// The inputs of all stages, as the block computes with its own weights.
 struct Seen {
-    /// Those of the first chunk.
-    sample: Vec<Tensor>,
+    /// Those of the sample's chunks.
+    sample: Vec<Vec<Tensor>>,
     /// The mean magnitude of each channel, over all chunks.
     mean: Vec<Vec<f32>>,
     /// The largest.
@@ -52,17 +54,20 @@ pub struct Found {
 
 impl Search<'_> {
     pub fn folds(&self, transform: Transform, block: &Block, chunks: &[Chunk]) -> Result<Found> {
-        let seen = self.look(block, chunks)?;
+        let sample = match transform {
+            Transform::Awq { tokens, .. } | Transform::Smoothquant { tokens, .. } => sample(chunks, tokens),
+        };
+        let seen = self.look(block, chunks, sample.len())?;
         match transform {
             Transform::Awq { points, duo_scaling, grouped_values, .. } => {
-                self.awq(block, &chunks[0], &seen, points, duo_scaling, grouped_values)
+                self.awq(block, sample, &seen, points, duo_scaling, grouped_values)
             }
-            Transform::Smoothquant { alpha, .. } => self.smooth(block, &chunks[0], &seen, alpha),
+            Transform::Smoothquant { alpha, .. } => self.smooth(block, sample, &seen, alpha),
         }
     }
 
-    /// Takes all chunks through the block as it is.
-    fn look(&self, block: &Block, chunks: &[Chunk]) -> Result<Seen> {
+    /// Takes all chunks through the block as it is; the first `kept` are the sample.
+    fn look(&self, block: &Block, chunks: &[Chunk], kept: usize) -> Result<Seen> {
         let (model, backend) = (self.model, self.model.backend());
         let mut seen = Seen { sample: Vec::new(), mean: Vec::new(), most: Vec::new() };
         block.run::<ModelError>(model, &mut chunks.to_vec(), None, &mut |_, inputs| {
@@ -73,7 +78,7 @@ impl Search<'_> {
             }
             seen.mean.push(sums.iter().map(|sum| (sum / tokens as f64) as f32).collect());
             seen.most.push(abs_max(backend, inputs)?);
-            seen.sample.push(inputs[0].clone());
+            seen.sample.push(inputs[..kept].to_vec());
             Ok(None)
         })?;
         let stage = Stage::ALL.into_iter().zip(&seen.most).find(|(_, most)| most.iter().any(|x| !x.is_finite()));
@@ -89,7 +94,7 @@ impl Search<'_> {
     fn awq(
         &self,
         block: &Block,
-        sample: &Chunk,
+        sample: &[Chunk],
         seen: &Seen,
         points: usize,
         duo: bool,
@@ -97,8 +102,8 @@ impl Search<'_> {
     ) -> Result<Found> {
         let (model, config) = (self.model, &self.model.config);
         let (mut folds, mut first, mut last) = (Vec::new(), 0.0, 0.0);
+        let candidates = awq_grid(points, duo);
         for (i, joint) in Joint::ALL.into_iter().enumerate() {
-            interrupt::check()?;
             let stage = joint.readers();
             let linears = block.linears(stage);
             let quantized: Vec<&&Linear> =
@@ -117,33 +122,38 @@ impl Search<'_> {
                 let average = |values: &[f32]| values.iter().sum::<f32>() / values.len() as f32;
                 (mean, magnitudes) = (tied(model, &mean, average), tied(model, &magnitudes, average));
             }
-            let x = &seen.sample[i];
-            let wanted = outcome(block, model, stage, sample, x, None)?;
-            let mut best: Option<(f64, Vec<f32>)> = None;
-            for (ratio, duo) in awq_grid(points, duo) {
-                let scales = awq_scales(&mean, duo.then_some(&magnitudes[..]), ratio);
+            let scales = |candidate: usize| {
+                let (ratio, duo) = candidates[candidate];
+                awq_scales(&mean, duo.then_some(&magnitudes[..]), ratio)
+            };
+            let outcome = |part: usize, swapped: Option<&[Matrix]>| -> Result<Vec<f32>, DeviceError> {
+                let found = block.outcome(model, stage, &sample[part].batch, &seen.sample[i][part], swapped)?;
+                model.backend().download(&found)
+            };
+            let wanted = (0..sample.len()).map(|part| outcome(part, None)).collect::<Result<Vec<_>, _>>()?;
+            let mut on_first = vec![0.0; candidates.len()];
+            let best = best(candidates.len(), sample.len() > 1, &mut |candidate, whole| {
+                let scales = scales(candidate);
                 let matrices: Vec<Matrix> = linears
                     .iter()
                     .zip(&weights)
                     .map(|(linear, weight)| self.rounded(linear, weight, &scales))
                     .collect::<Result<_, DeviceError>>()?;
-                let error = error(&outcome(block, model, stage, sample, x, Some(&matrices))?, &wanted);
-                if best.is_none() {
-                    if !error.is_finite() {
-                        let path = linears[0].path.clone();
-                        return Err(ModelError::NonFinite { path: format!("{path}, rounded,") }.into());
-                    }
-                    first += error;
+                if !whole {
+                    on_first[candidate] = error(&outcome(0, Some(&matrices))?, &wanted[0]);
+                    return Ok(on_first[candidate]);
                 }
-                if error.is_finite() && best.as_ref().is_none_or(|(least, _)| error < *least) {
-                    best = Some((error, scales));
-                }
+                let rest = (1..sample.len()).map(|part| Ok(error(&outcome(part, Some(&matrices))?, &wanted[part])));
+                Ok(on_first[candidate] + rest.sum::<Result<f64, DeviceError>>()?)
+            })?;
+            if !best.before.is_finite() {
+                let path = linears[0].path.clone();
+                return Err(ModelError::NonFinite { path: format!("{path}, rounded,") }.into());
             }
-            if let Some((least, scales)) = best {
-                last += least;
-                if scales.iter().any(|s| *s != 1.0) {
-                    folds.push(Fold { joint, scales });
-                }
+            (first, last) = (first + best.before, last + best.error);
+            let scales = scales(best.candidate);
+            if scales.iter().any(|s| *s != 1.0) {
+                folds.push(Fold { joint, scales });
             }
         }
         Ok(Found { folds, error_ratio: Some(ratio(last, first)), alpha: None })
@@ -165,7 +175,7 @@ impl Search<'_> {
         self.model.backend().load(Weight::Dense(dense))
     }
 
-    fn smooth(&self, block: &Block, sample: &Chunk, seen: &Seen, alpha: Option<f32>) -> Result<Found> {
+    fn smooth(&self, block: &Block, sample: &[Chunk], seen: &Seen, alpha: Option<f32>) -> Result<Found> {
         let joints = [(Joint::AttentionNorm, 0), (Joint::MlpNorm, 2)];
         let folds = |alpha: f32| -> Vec<Fold> {
             let one = |&(joint, stage): &(Joint, usize)| {
@@ -183,37 +193,73 @@ impl Search<'_> {
         if let Some(alpha) = alpha {
             return Ok(Found { folds: folds(alpha), error_ratio: None, alpha: Some(alpha) });
         }
-        let backend = self.model.backend();
-        let mut wanted = [sample.clone()];
+        let mut wanted = sample.to_vec();
         block.run::<ModelError>(self.model, &mut wanted, None, &mut |_, _| Ok(None))?;
-        let wanted = backend.download(&wanted[0].hidden)?;
-        let before = self.quantized_error(block, sample, &wanted)?;
-        let (mut best, mut least) = (Found { folds: Vec::new(), error_ratio: Some(1.0), alpha: None }, 1.0);
-        for alpha in ALPHAS {
-            interrupt::check()?;
-            let folds = folds(alpha);
-            let folded = block.folded(self.model, &folds)?;
-            let ratio = ratio(self.quantized_error(&folded.block, sample, &wanted)?, before);
-            if ratio < least {
-                (best, least) = (Found { folds, error_ratio: Some(ratio), alpha: Some(alpha) }, ratio);
+        // Candidate 0 is the block as it is.
+        let best = best(1 + ALPHAS.len(), sample.len() > 1, &mut |candidate, whole| {
+            let parts = if whole { sample.len() } else { 1 };
+            let (sample, wanted) = (&sample[..parts], &wanted[..parts]);
+            match candidate.checked_sub(1) {
+                None => self.quantized_error(block, sample, wanted),
+                Some(i) => self.quantized_error(&block.folded(self.model, &folds(ALPHAS[i]))?.block, sample, wanted),
             }
-        }
-        Ok(best)
+        })?;
+        let alpha = best.candidate.checked_sub(1).map(|i| ALPHAS[i]);
+        let error_ratio = Some(ratio(best.error, best.before));
+        Ok(Found { folds: alpha.map_or_else(Vec::new, folds), error_ratio, alpha })
     }
 
     /// The error of a block's output with weights and inputs rounded.
-    fn quantized_error(&self, block: &Block, sample: &Chunk, wanted: &[f32]) -> Result<f64> {
+    fn quantized_error(&self, block: &Block, sample: &[Chunk], wanted: &[Chunk]) -> Result<f64> {
         let backend = self.model.backend();
         let plain = Method { rounding: plainly(&self.method.rounding), transform: None, ..self.method.clone() };
-        let mut chunks = [sample.clone()];
+        let mut chunks = sample.to_vec();
         block.run::<anyhow::Error>(self.model, &mut chunks, None, &mut |stage, inputs| {
             let inputs = Inputs { abs_max: abs_max(backend, inputs)?, ..Inputs::default() };
             let linears = block.linears(stage);
             let schemes = self.modules.schemes(&linears);
             stored(backend, &plain, self.layout, &linears, &schemes, Some(&inputs)).map(Some)
         })?;
-        Ok(error(&backend.download(&chunks[0].hidden)?, wanted))
+        let one = |(found, wanted): (&Chunk, &Chunk)| {
+            Ok(error(&backend.download(&found.hidden)?, &backend.download(&wanted.hidden)?))
+        };
+        chunks.iter().zip(wanted).map(one).sum()
     }
+}
+
+/// Which candidate did best.
+struct Best {
+    candidate: usize,
+    error: f64,
+    /// The error of candidate 0.
+    before: f64,
+}
+
+/// The candidate with the least error, the first of equals, among those that do best on the first part of the sample
+/// and candidate 0. `measure` gives the error of a candidate on the first part or on the whole sample.
+fn best(candidates: usize, several: bool, measure: &mut dyn FnMut(usize, bool) -> Result<f64>) -> Result<Best> {
+    let mut errors = Vec::with_capacity(candidates);
+    let mut measure = |candidate, whole| -> Result<f64> {
+        interrupt::check()?;
+        let error = measure(candidate, whole)?;
+        Ok(if error.is_finite() { error } else { f64::INFINITY })
+    };
+    for candidate in 0..candidates {
+        errors.push((candidate, measure(candidate, false)?));
+    }
+    if several {
+        let mut by_error = errors.split_off(1);
+        by_error.sort_by(|a, b| a.1.total_cmp(&b.1));
+        by_error.truncate(FINALISTS);
+        errors.extend(by_error);
+        errors.sort_by_key(|(candidate, _)| *candidate);
+        for (candidate, error) in &mut errors {
+            *error = measure(*candidate, true)?;
+        }
+    }
+    let before = errors[0].1;
+    let (candidate, error) = errors.into_iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, before));
+    Ok(Best { candidate, error, before })
 }
 
 /// The same numbers, rounded to nearest by the range of each group.
@@ -223,17 +269,6 @@ pub fn plainly(rounding: &Rounding) -> Rounding {
         Rounding::Rtn { scheme, .. } => Rounding::Rtn { scheme: *scheme, grid: Grid::MaxAbs },
         Rounding::Float8 { tile, .. } => Rounding::Float8 { tile: *tile, feedback: false },
     }
-}
-
-fn outcome(
-    block: &Block,
-    model: &Model,
-    stage: Stage,
-    sample: &Chunk,
-    x: &Tensor,
-    swapped: Option<&[Matrix]>,
-) -> Result<Vec<f32>, DeviceError> {
-    model.backend().download(&block.outcome(model, stage, &sample.batch, x, swapped)?)
 }
 
 /// The sum of squares of the differences.
