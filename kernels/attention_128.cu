@@ -8,9 +8,11 @@
 extern "C" __global__ void __launch_bounds__(128) attention_rows_128(ROWS_PARAMETERS) { ROWS_BODY(128) }
 extern "C" __global__ void __launch_bounds__(128) attention_pages_f16_128(PAGES_PARAMETERS) { PAGES_BODY(F16, 128) }
 extern "C" __global__ void __launch_bounds__(128) attention_pages_e4m3_128(PAGES_PARAMETERS) { PAGES_BODY(E4m3, 128) }
+extern "C" __global__ void __launch_bounds__(128) attention_pages_e5m2_128(PAGES_PARAMETERS) { PAGES_BODY(E5m2, 128) }
 extern "C" __global__ void __launch_bounds__(128) attention_pages_i8_128(PAGES_PARAMETERS) { PAGES_BODY(I8, 128) }
 
-// Decoding, to be followed by attention_combine. Launch: grid (kv_heads, splits, sequences), block 128.
+// Decoding, to be followed by attention_combine. Launch: grid (kv_heads, splits, rows), block 128.
 extern "C" __global__ void __launch_bounds__(128) attention_decode_f16_128(DECODE_PARAMETERS) { DECODE_BODY(F16, 128) }
 extern "C" __global__ void __launch_bounds__(128) attention_decode_e4m3_128(DECODE_PARAMETERS) { DECODE_BODY(E4m3, 128) }
+extern "C" __global__ void __launch_bounds__(128) attention_decode_e5m2_128(DECODE_PARAMETERS) { DECODE_BODY(E5m2, 128) }
 extern "C" __global__ void __launch_bounds__(128) attention_decode_i8_128(DECODE_PARAMETERS) { DECODE_BODY(I8, 128) }

@@ -8,9 +8,11 @@
 extern "C" __global__ void __launch_bounds__(128) attention_rows_256(ROWS_PARAMETERS) { ROWS_BODY(256) }
 extern "C" __global__ void __launch_bounds__(128) attention_pages_f16_256(PAGES_PARAMETERS) { PAGES_BODY(F16, 256) }
 extern "C" __global__ void __launch_bounds__(128) attention_pages_e4m3_256(PAGES_PARAMETERS) { PAGES_BODY(E4m3, 256) }
+extern "C" __global__ void __launch_bounds__(128) attention_pages_e5m2_256(PAGES_PARAMETERS) { PAGES_BODY(E5m2, 256) }
 extern "C" __global__ void __launch_bounds__(128) attention_pages_i8_256(PAGES_PARAMETERS) { PAGES_BODY(I8, 256) }
 
-// Decoding, to be followed by attention_combine. Launch: grid (kv_heads, splits, sequences), block 128.
+// Decoding, to be followed by attention_combine. Launch: grid (kv_heads, splits, rows), block 128.
 extern "C" __global__ void __launch_bounds__(128) attention_decode_f16_256(DECODE_PARAMETERS) { DECODE_BODY(F16, 256) }
 extern "C" __global__ void __launch_bounds__(128) attention_decode_e4m3_256(DECODE_PARAMETERS) { DECODE_BODY(E4m3, 256) }
+extern "C" __global__ void __launch_bounds__(128) attention_decode_e5m2_256(DECODE_PARAMETERS) { DECODE_BODY(E5m2, 256) }
 extern "C" __global__ void __launch_bounds__(128) attention_decode_i8_256(DECODE_PARAMETERS) { DECODE_BODY(I8, 256) }

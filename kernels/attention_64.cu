@@ -8,9 +8,11 @@
 extern "C" __global__ void __launch_bounds__(128) attention_rows_64(ROWS_PARAMETERS) { ROWS_BODY(64) }
 extern "C" __global__ void __launch_bounds__(128) attention_pages_f16_64(PAGES_PARAMETERS) { PAGES_BODY(F16, 64) }
 extern "C" __global__ void __launch_bounds__(128) attention_pages_e4m3_64(PAGES_PARAMETERS) { PAGES_BODY(E4m3, 64) }
+extern "C" __global__ void __launch_bounds__(128) attention_pages_e5m2_64(PAGES_PARAMETERS) { PAGES_BODY(E5m2, 64) }
 extern "C" __global__ void __launch_bounds__(128) attention_pages_i8_64(PAGES_PARAMETERS) { PAGES_BODY(I8, 64) }
 
-// Decoding, to be followed by attention_combine. Launch: grid (kv_heads, splits, sequences), block 128.
+// Decoding, to be followed by attention_combine. Launch: grid (kv_heads, splits, rows), block 128.
 extern "C" __global__ void __launch_bounds__(128) attention_decode_f16_64(DECODE_PARAMETERS) { DECODE_BODY(F16, 64) }
 extern "C" __global__ void __launch_bounds__(128) attention_decode_e4m3_64(DECODE_PARAMETERS) { DECODE_BODY(E4m3, 64) }
+extern "C" __global__ void __launch_bounds__(128) attention_decode_e5m2_64(DECODE_PARAMETERS) { DECODE_BODY(E5m2, 64) }
 extern "C" __global__ void __launch_bounds__(128) attention_decode_i8_64(DECODE_PARAMETERS) { DECODE_BODY(I8, 64) }

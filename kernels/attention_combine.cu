@@ -3,8 +3,8 @@
 
 constexpr uint32_t MOST_SPLITS = 64;
 
-// out f32 [sequences][heads * dim] from partial f32 [sequences][heads][splits][2 + dim] (attention_decode.cuh), added in
-// the order of the splits, of which there are at most 64. Launch: grid (heads, sequences), block 128.
+// out f32 [rows][heads * dim] from partial f32 [rows][heads][splits][2 + dim] (attention_decode.cuh), added in
+// the order of the splits, of which there are at most 64. Launch: grid (heads, rows), block 128.
 extern "C" __global__ void __launch_bounds__(128) attention_combine(const float* partial, float* out, uint32_t heads,
                                                                     uint32_t dim, uint32_t splits) {
     __shared__ float maxima[MOST_SPLITS], sums[MOST_SPLITS], weights[MOST_SPLITS];

@@ -1,4 +1,4 @@
-// Decoding attention: one query a sequence over its paged cache, the context split over blocks.
+// Decoding attention: one query over the paged cache of its sequence, the context split over blocks.
 #pragma once
 #include "attention_tile.cuh"
 
@@ -101,7 +101,7 @@ QK_INLINE void decode(const float* q, const void* keys, const void* values, cons
     __shared__ float sums[16 * DIM];
     __shared__ float maxima[DECODE_WARPS][16], totals[DECODE_WARPS][16];
 
-    const uint32_t kv_head = blockIdx.x, splits = gridDim.y, split = blockIdx.y, sequence = blockIdx.z;
+    const uint32_t kv_head = blockIdx.x, splits = gridDim.y, split = blockIdx.y, query = blockIdx.z;
     const uint32_t group = heads / kv_heads, warp = threadIdx.x / 32;
     const uint32_t from = first_seen(position, rule.window) / PAGE, pages = position / PAGE + 1 - from;
     const uint32_t share = (pages + splits - 1) / splits;
@@ -109,13 +109,13 @@ QK_INLINE void decode(const float* q, const void* keys, const void* values, cons
 
     for (uint32_t done = 0; done < group; done += 16) {
         const uint32_t count = min(group - done, 16u), head = kv_head * group + done;
-        float* to = partial + ((uint64_t(sequence) * heads + head) * splits + split) * (dim + 2);
+        float* to = partial + ((uint64_t(query) * heads + head) * splits + split) * (dim + 2);
         const uint64_t next = uint64_t(splits) * (dim + 2);
         if (begin == end) {
             if (threadIdx.x < count) to[threadIdx.x * next] = -INFINITY, to[threadIdx.x * next + 1] = 0.0f;
             continue;
         }
-        stage_queries<DIM, 16, DECODE_WARPS * 32>(queries, q + (uint64_t(sequence) * heads + head) * dim, dim, count,
+        stage_queries<DIM, 16, DECODE_WARPS * 32>(queries, q + (uint64_t(query) * heads + head) * dim, dim, count,
                                                   dim);
         __syncthreads();
         Rows<DIM> state;
@@ -149,17 +149,18 @@ QK_INLINE void decode(const float* q, const void* keys, const void* values, cons
     }
 }
 
-// Parameters and body of the kernels. q f32 [sequences][heads * dim]; positions[s] is where the query of sequence s
-// stands (its token is in the cache). partial f32 [sequences][heads][splits][2 + dim]: largest score, sum of weights,
-// weighted sum of values; of a split without pages only the first two. How many splits there are is the host's choice
+// Parameters and body of the kernels. q f32 [rows][heads * dim]; row r is of sequence[r], a row of `tables`, and stands
+// at positions[r] (its token is in the cache). partial f32 [rows][heads][splits][2 + dim]: largest score, sum of weights,
+// weighted sum of values; of a split without pages only the first two. Nothing depends on the other rows. How many splits there are is the host's choice
 // and may not depend on positions, so that a captured launch stays right; how they share the pages is worked out here.
 #define DECODE_PARAMETERS                                                                                         \
     const float *q, const void *keys, const void *values, const float *key_scales, const float *value_scales,     \
-        const uint32_t *tables, uint32_t table_stride, const uint32_t *positions, float *partial,                 \
-        uint32_t heads, uint32_t kv_heads, uint32_t dim, float scale, uint32_t window, float softcap,             \
-        float key_scale, float value_scale
+        const uint32_t *tables, uint32_t table_stride, const uint32_t *sequence, const uint32_t *positions,       \
+        float *partial, uint32_t heads, uint32_t kv_heads, uint32_t dim, float scale, uint32_t window,            \
+        float softcap
 
 #define DECODE_BODY(F, D)                                                                                         \
-    decode<F, D>(q, keys, values, key_scales, value_scales, tables + uint64_t(blockIdx.z) * table_stride,         \
-                 positions[blockIdx.z], partial, heads, kv_heads, dim,                                            \
-                 Rule{scale * F::key_unit(key_scale), softcap, window}, F::value_unit(value_scale));
+    decode<F, D>(q, keys, values, key_scales, value_scales,                                                       \
+                 tables + uint64_t(sequence[blockIdx.z]) * table_stride, positions[blockIdx.z], partial, heads,   \
+                 kv_heads, dim, Rule{scale * F::key_unit(key_scales, blockIdx.x), softcap, window},               \
+                 F::value_unit(value_scales, blockIdx.x));

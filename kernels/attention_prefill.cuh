@@ -214,19 +214,20 @@ QK_INLINE void prefill(const float* q, const Source& source, float* out, uint4 t
 #define ROWS_BODY(D)                                                                                              \
     const uint4 task = tasks[blockIdx.x];                                                                         \
     const RowSource<F32> source = {k, v, task.w, kv_heads, blockIdx.y / (heads / kv_heads)};                      \
-    prefill<D>(q, source, out, task, heads, dim, Rule{scale, softcap, window}, F32::value_unit(1.0f));
+    prefill<D>(q, source, out, task, heads, dim, Rule{scale, softcap, window}, F32::value_unit(nullptr, 0));
 
 // The fourth word of a task is its sequence: row of `tables`. The cache holds the queries' own tokens already.
 #define PAGES_PARAMETERS                                                                                          \
     const float *q, const void *keys, const void *values, const float *key_scales, const float *value_scales,     \
         const uint32_t *tables, uint32_t table_stride, float *out, const uint4 *tasks, uint32_t heads,            \
-        uint32_t kv_heads, uint32_t dim, float scale, uint32_t window, float softcap, float key_scale,            \
-        float value_scale
+        uint32_t kv_heads, uint32_t dim, float scale, uint32_t window, float softcap
 
 #define PAGES_BODY(F, D)                                                                                          \
     const uint4 task = tasks[blockIdx.x];                                                                         \
+    const uint32_t kv_head = blockIdx.y / (heads / kv_heads);                                                     \
     const PageSource<F> source = {static_cast<const F::Element*>(keys), static_cast<const F::Element*>(values),   \
                                   key_scales, value_scales, tables + uint64_t(task.w) * table_stride, kv_heads,   \
-                                  blockIdx.y / (heads / kv_heads)};                                               \
-    prefill<D>(q, source, out, task, heads, dim, Rule{scale * F::key_unit(key_scale), softcap, window},           \
-               F::value_unit(value_scale));
+                                  kv_head};                                                                       \
+    prefill<D>(q, source, out, task, heads, dim,                                                                  \
+               Rule{scale * F::key_unit(key_scales, kv_head), softcap, window},                                   \
+               F::value_unit(value_scales, kv_head));

@@ -72,8 +72,9 @@ QK_INLINE void read_row(const Element* p, int valid, uint32_t (&raw)[N * sizeof(
 }
 
 // Each format: `keys` and `values` turn the raw words of N elements into N / 2 words of two f16 (`lo` untouched where
-// there is one plane). Scores are to be multiplied by key_unit, weighted sums by value_unit. TOKEN_SCALES: scores are
-// besides to be multiplied by the key's scale, weights by the value's times WEIGHT_BOOST.
+// there is one plane). Scores are to be multiplied by key_unit, weighted sums by value_unit, which take the scales of the
+// layer's heads. TOKEN_SCALES: there is instead a scale for each row of the pool, and scores are to be multiplied by the
+// key's, weights by the value's times WEIGHT_BOOST.
 
 // f32 rows outside any cache.
 struct F32 {
@@ -95,8 +96,8 @@ struct F32 {
     static QK_INLINE void values(const uint32_t (&raw)[N], uint32_t (&hi)[N / 2], uint32_t (&lo)[N / 2]) {
         split<N>(raw, VALUE_BOOST, hi, lo);
     }
-    static QK_INLINE float key_unit(float) { return 1.0f; }
-    static QK_INLINE float value_unit(float) { return 1.0f / VALUE_BOOST; }
+    static QK_INLINE float key_unit(const float*, uint32_t) { return 1.0f; }
+    static QK_INLINE float value_unit(const float*, uint32_t) { return 1.0f / VALUE_BOOST; }
 };
 
 struct F16 {
@@ -113,11 +114,11 @@ struct F16 {
     static QK_INLINE void values(const uint32_t (&raw)[N / 2], uint32_t (&hi)[N / 2], uint32_t (&lo)[N / 2]) {
         keys<N>(raw, hi, lo);
     }
-    static QK_INLINE float key_unit(float) { return 1.0f; }
-    static QK_INLINE float value_unit(float) { return 1.0f; }
+    static QK_INLINE float key_unit(const float*, uint32_t) { return 1.0f; }
+    static QK_INLINE float value_unit(const float*, uint32_t) { return 1.0f; }
 };
 
-// One scale for the keys and one for the values of a layer.
+// A scale for the keys and one for the values of each head.
 struct E4m3 {
     typedef uint8_t Element;
     static constexpr int PLANES = 1;
@@ -137,8 +138,27 @@ struct E4m3 {
     static QK_INLINE void values(const uint32_t (&raw)[N / 4], uint32_t (&hi)[N / 2], uint32_t (&lo)[N / 2]) {
         keys<N>(raw, hi, lo);
     }
-    static QK_INLINE float key_unit(float key_scale) { return key_scale * 256.0f; }
-    static QK_INLINE float value_unit(float value_scale) { return value_scale * 256.0f; }
+    static QK_INLINE float key_unit(const float* scales, uint32_t head) { return scales[head] * 256.0f; }
+    static QK_INLINE float value_unit(const float* scales, uint32_t head) { return scales[head] * 256.0f; }
+};
+
+// Likewise. A code is the upper byte of the f16 that it stands for.
+struct E5m2 {
+    typedef uint8_t Element;
+    static constexpr int PLANES = 1;
+    static constexpr bool TOKEN_SCALES = false;
+
+    template <int N>
+    static QK_INLINE void keys(const uint32_t (&raw)[N / 4], uint32_t (&hi)[N / 2], uint32_t (&)[N / 2]) {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) hi[i] = __byte_perm(raw[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
+    }
+    template <int N>
+    static QK_INLINE void values(const uint32_t (&raw)[N / 4], uint32_t (&hi)[N / 2], uint32_t (&lo)[N / 2]) {
+        keys<N>(raw, hi, lo);
+    }
+    static QK_INLINE float key_unit(const float* scales, uint32_t head) { return scales[head]; }
+    static QK_INLINE float value_unit(const float* scales, uint32_t head) { return scales[head]; }
 };
 
 // A scale per token and head.
@@ -161,6 +181,6 @@ struct I8 {
     static QK_INLINE void values(const uint32_t (&raw)[N / 4], uint32_t (&hi)[N / 2], uint32_t (&lo)[N / 2]) {
         keys<N>(raw, hi, lo);
     }
-    static QK_INLINE float key_unit(float) { return 1.0f; }
-    static QK_INLINE float value_unit(float) { return 1.0f / WEIGHT_BOOST; }
+    static QK_INLINE float key_unit(const float*, uint32_t) { return 1.0f; }
+    static QK_INLINE float value_unit(const float*, uint32_t) { return 1.0f / WEIGHT_BOOST; }
 };

@@ -1,9 +1,9 @@
-// Numbers of 8 bits: inputs rounded to signed bytes or to E4M3, weights decoded to 16-bit planes, products of one to
-// four rows with E4M3 weights, and the scales of outputs.
+// Numbers of 8 bits: inputs rounded to signed bytes or to E4M3, weights decoded to 16-bit planes, products of few
+// rows with E4M3 weights, and the scales of outputs.
 //
 // x [rows][cols] f32. How inputs are rounded: 0 by the largest magnitude of a group, 1 by its range and a zero point
 // (bytes only), 2 by the scale and zero point given. Nothing here may be fused: the CPU rounds every step.
-#include "device.cuh"
+#include "slices.cuh"
 
 const float EPSILON = 1.1920929e-7f;  // of f32
 const float LARGEST = 448.0f;         // of E4M3
@@ -200,8 +200,8 @@ const int WARPS = 4;
 // A warp's output for ROWS rows of x; with 16 codes at a time where rows and tiles are whole sixteens.
 template <int ROWS>
 QK_INLINE void gemv(const uint8_t* w, const float* scales, const float* x, const float* bias, float* out,
-                    uint32_t rows, uint32_t n, uint32_t cols, uint32_t tile_rows, uint32_t tile_cols) {
-    const uint32_t lane = threadIdx.x % 32, o = blockIdx.x * WARPS + threadIdx.x / 32;
+                    uint32_t rows, uint32_t n, uint32_t cols, uint32_t tile_rows, uint32_t tile_cols, uint32_t block) {
+    const uint32_t lane = threadIdx.x % 32, o = block * WARPS + threadIdx.x / 32;
     if (o >= n) return;
     const uint8_t* codes = w + static_cast<uint64_t>(o) * cols;
     const float* of_row = scales + static_cast<uint64_t>(o / tile_rows) * ((cols + tile_cols - 1) / tile_cols);
@@ -221,7 +221,11 @@ QK_INLINE void gemv(const uint8_t* w, const float* scales, const float* x, const
                 for (int r = 0; r < ROWS; ++r) {
                     const uint64_t row = static_cast<uint64_t>(r < rows ? r : rows - 1) * cols;
                     const float4 v = *reinterpret_cast<const float4*>(x + row + c + j * 4);
-                    sum[r] += value[0] * v.x + value[1] * v.y + value[2] * v.z + value[3] * v.w;
+                    float part = __fmul_rn(value[0], v.x);   // not to be fused: two products could be
+                    part += value[1] * v.y;
+                    part += value[2] * v.z;
+                    part += value[3] * v.w;
+                    sum[r] += part;
                 }
             }
         }
@@ -240,13 +244,16 @@ QK_INLINE void gemv(const uint8_t* w, const float* scales, const float* x, const
     }
 }
 
-// out = x w' + bias for one to four rows and E4M3 weights w [n][cols] with their tiles' scales, all in f32.
-// Grid ceil(n / 4), block 128, no dynamic shared memory; rows 1 to 4.
+// out = x w' + bias for few rows and E4M3 weights w [n][cols] with their tiles' scales, all in f32. A row's results do
+// not depend on the other rows. Grid ceil(n / 4) * ceil(rows / 4), block 128, no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(128)
     gemv_fp8(const uint8_t* __restrict__ w, const float* __restrict__ scales, const float* __restrict__ x,
              const float* __restrict__ bias, float* __restrict__ out, uint32_t rows, uint32_t n, uint32_t cols,
              uint32_t tile_rows, uint32_t tile_cols) {
-    if (rows == 1) gemv<1>(w, scales, x, bias, out, rows, n, cols, tile_rows, tile_cols);
-    else if (rows == 2) gemv<2>(w, scales, x, bias, out, rows, n, cols, tile_rows, tile_cols);
-    else gemv<4>(w, scales, x, bias, out, rows, n, cols, tile_rows, tile_cols);
+    const Slice s(rows);
+    x += static_cast<uint64_t>(s.first) * cols;
+    out += static_cast<uint64_t>(s.first) * n;
+    if (s.rows == 1) gemv<1>(w, scales, x, bias, out, s.rows, n, cols, tile_rows, tile_cols, s.block);
+    else if (s.rows == 2) gemv<2>(w, scales, x, bias, out, s.rows, n, cols, tile_rows, tile_cols, s.block);
+    else gemv<4>(w, scales, x, bias, out, s.rows, n, cols, tile_rows, tile_cols, s.block);
 }

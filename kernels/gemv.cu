@@ -1,9 +1,10 @@
-// Dense products for one to four rows of activations, as in decoding: out = x w' + bias, all in f32.
+// Dense products for few rows of activations, as in decoding: out = x w' + bias, all in f32. A row's results do not
+// depend on the other rows.
 //
 //   gemv_f16, gemv_bf16: w [n][stride]; gemv_f32: the same in two bf16 planes, wh + wl
 //
 // stride is a multiple of 32, zero from `cols` on; weights are aligned to 16 bytes. x [rows][cols], out [rows][n].
-#include "device.cuh"
+#include "slices.cuh"
 
 const int WARPS = 4, OUTPUTS = 2;   // a warp computes two outputs: each x that it reads serves both
 
@@ -54,9 +55,9 @@ QK_INLINE void load_x(const float* x, uint32_t from, uint32_t cols, float (&v)[8
 // ROWS is `rows`, or one more: then the last row is computed twice.
 template <int ROWS, typename W>
 QK_INLINE void gemv(const W& weights, const float* x, const float* bias, float* out, uint32_t rows, uint32_t n,
-                    uint32_t cols, uint32_t stride) {
+                    uint32_t cols, uint32_t stride, uint32_t block) {
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t first = (blockIdx.x * WARPS + threadIdx.x / 32) * OUTPUTS;
+    const uint32_t first = (block * WARPS + threadIdx.x / 32) * OUTPUTS;
     if (first >= n) return;
     uint64_t at[OUTPUTS];
 #pragma unroll
@@ -93,26 +94,29 @@ QK_INLINE void gemv(const W& weights, const float* x, const float* bias, float* 
 template <typename W>
 QK_INLINE void gemv_rows(const W& weights, const float* x, const float* bias, float* out, uint32_t rows, uint32_t n,
                          uint32_t cols, uint32_t stride) {
-    if (rows == 1) gemv<1>(weights, x, bias, out, rows, n, cols, stride);
-    else if (rows == 2) gemv<2>(weights, x, bias, out, rows, n, cols, stride);
-    else gemv<4>(weights, x, bias, out, rows, n, cols, stride);
+    const Slice s(rows);
+    x += static_cast<uint64_t>(s.first) * cols;
+    out += static_cast<uint64_t>(s.first) * n;
+    if (s.rows == 1) gemv<1>(weights, x, bias, out, s.rows, n, cols, stride, s.block);
+    else if (s.rows == 2) gemv<2>(weights, x, bias, out, s.rows, n, cols, stride, s.block);
+    else gemv<4>(weights, x, bias, out, s.rows, n, cols, stride, s.block);
 }
 
-// Grid ceil(n / 8), block 128, no dynamic shared memory; rows 1 to 4.
+// Grid ceil(n / 8) * ceil(rows / 4), block 128, no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(128) gemv_f16(
     const uint16_t* __restrict__ w, const float* __restrict__ x, const float* __restrict__ bias,
     float* __restrict__ out, uint32_t rows, uint32_t n, uint32_t cols, uint32_t stride) {
     gemv_rows(WeightsF16{w}, x, bias, out, rows, n, cols, stride);
 }
 
-// As gemv_f16: grid ceil(n / 8), block 128.
+// As gemv_f16: grid ceil(n / 8) * ceil(rows / 4), block 128.
 extern "C" __global__ void __launch_bounds__(128) gemv_bf16(
     const uint16_t* __restrict__ w, const float* __restrict__ x, const float* __restrict__ bias,
     float* __restrict__ out, uint32_t rows, uint32_t n, uint32_t cols, uint32_t stride) {
     gemv_rows(WeightsBf16{w}, x, bias, out, rows, n, cols, stride);
 }
 
-// As gemv_f16: grid ceil(n / 8), block 128.
+// As gemv_f16: grid ceil(n / 8) * ceil(rows / 4), block 128.
 extern "C" __global__ void __launch_bounds__(128) gemv_f32(
     const uint16_t* __restrict__ wh, const uint16_t* __restrict__ wl, const float* __restrict__ x,
     const float* __restrict__ bias, float* __restrict__ out, uint32_t rows, uint32_t n, uint32_t cols,

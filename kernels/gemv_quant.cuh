@@ -1,10 +1,11 @@
-// Products with GPTQ integers for one to four rows of activations: out = x w' + bias, all in f32.
+// Products with GPTQ integers for few rows of activations: out = x w' + bias, all in f32. A row's results do not depend
+// on the other rows.
 //
 // A block computes 32 outputs, a lane each, so that a warp reads 128 contiguous bytes of every row of words;
 // 16 warps share the units out in contiguous runs and add their sums in warp order. Position i of the packed
 // columns takes x column gather[i] (-1: none), or column i itself where gather is null.
 #pragma once
-#include "device.cuh"
+#include "slices.cuh"
 
 const int GEMV_WARPS = 16;
 
@@ -21,11 +22,12 @@ QK_INLINE float code_plus(const uint32_t (&words)[BITS], int i) {
 template <int BITS, int ROWS>
 QK_INLINE void gemv_quant_rows(const uint32_t* q, const float* scales, const uint8_t* zeros, const float* x,
                                const int32_t* gather, const float* bias, float* out, uint32_t rows, uint32_t n,
-                               uint32_t cols, uint32_t units, uint32_t units_per_group, float* scratch) {
+                               uint32_t cols, uint32_t units, uint32_t units_per_group, uint32_t block,
+                               float* scratch) {
     // Units on their way besides the one at work; all take the same path through a queue of registers.
     constexpr int AHEAD = BITS == 8 ? 1 : 3;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32_t mine = blockIdx.x * 32 + lane, output = mine < n ? mine : n - 1;
+    const uint32_t mine = block * 32 + lane, output = mine < n ? mine : n - 1;
     const uint32_t each = (units + GEMV_WARPS - 1) / GEMV_WARPS;
     const uint32_t first = warp * each < units ? warp * each : units;
     const uint32_t last = first + each < units ? first + each : units;
@@ -121,10 +123,14 @@ const int GEMV_SCRATCH = GEMV_WARPS * 2 * 4 * 32;
 template <int BITS>
 QK_INLINE void gemv_quant(GEMV_QUANT_ARGUMENTS) {
     __shared__ __align__(16) float scratch[GEMV_SCRATCH];
-#define ROWS_OF(ROWS) \
-    gemv_quant_rows<BITS, ROWS>(q, scales, zeros, x, gather, bias, out, rows, n, cols, units, units_per_group, scratch)
-    if (rows == 1) ROWS_OF(1);
-    else if (rows == 2) ROWS_OF(2);
+    const Slice s(rows);
+    x += static_cast<uint64_t>(s.first) * cols;
+    out += static_cast<uint64_t>(s.first) * n;
+#define ROWS_OF(ROWS)                                                                                                 \
+    gemv_quant_rows<BITS, ROWS>(q, scales, zeros, x, gather, bias, out, s.rows, n, cols, units, units_per_group, s.block, \
+                                scratch)
+    if (s.rows == 1) ROWS_OF(1);
+    else if (s.rows == 2) ROWS_OF(2);
     else ROWS_OF(4);
 #undef ROWS_OF
 }

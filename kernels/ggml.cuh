@@ -12,7 +12,7 @@
 //   read           chunk `c` of the block at `b`
 // src/num/ggml holds the layouts in plain words.
 #pragma once
-#include "device.cuh"
+#include "slices.cuh"
 
 struct Chunk {
     uint32_t codes[4];   // two words a run, the first value lowest
@@ -118,9 +118,9 @@ const int GGML_WARPS = 4, GGML_OUTPUTS = 2;   // a warp computes two outputs: ea
 // One to ROWS rows; where there are fewer, the last is computed again. A warp's lanes lie along the columns.
 template <typename T, int ROWS>
 QK_INLINE void ggml_gemv_rows(const uint8_t* blocks, const float* x, const float* bias, float* out, uint32_t rows,
-                              uint32_t n, uint32_t cols) {
+                              uint32_t n, uint32_t cols, uint32_t out_block) {
     const uint32_t lane = threadIdx.x % 32, c = lane % CHUNKS<T>;
-    const uint32_t first = (blockIdx.x * GGML_WARPS + threadIdx.x / 32) * GGML_OUTPUTS;
+    const uint32_t first = (out_block * GGML_WARPS + threadIdx.x / 32) * GGML_OUTPUTS;
     if (first >= n) return;
     const uint32_t count = cols / T::VALUES;
     const uint8_t* from[GGML_OUTPUTS];
@@ -149,7 +149,7 @@ QK_INLINE void ggml_gemv_rows(const uint8_t* blocks, const float* x, const float
                 load_8(columns + static_cast<uint64_t>(r < rows ? r : rows - 1) * cols + run * T::PAIR, v);
 #pragma unroll
                 for (int o = 0; o < GGML_OUTPUTS; ++o) {
-                    float part = w[o][0] * v[0];
+                    float part = __fmul_rn(w[o][0], v[0]);   // not to be fused: two products could be
 #pragma unroll
                     for (int i = 1; i < 8; ++i) part += w[o][i] * v[i];
                     sum[o][r] += T::ADDS ? part : chunk[o].scale[run] * part;
@@ -171,8 +171,11 @@ QK_INLINE void ggml_gemv_rows(const uint8_t* blocks, const float* x, const float
 template <typename T>
 QK_INLINE void ggml_gemv(const uint8_t* blocks, const float* x, const float* bias, float* out, uint32_t rows,
                          uint32_t n, uint32_t cols) {
-    if (rows == 1) ggml_gemv_rows<T, 1>(blocks, x, bias, out, rows, n, cols);
-    else ggml_gemv_rows<T, 4>(blocks, x, bias, out, rows, n, cols);
+    const Slice s(rows);
+    x += static_cast<uint64_t>(s.first) * cols;
+    out += static_cast<uint64_t>(s.first) * n;
+    if (s.rows == 1) ggml_gemv_rows<T, 1>(blocks, x, bias, out, s.rows, n, cols, s.block);
+    else ggml_gemv_rows<T, 4>(blocks, x, bias, out, s.rows, n, cols, s.block);
 }
 
 QK_INLINE uint4 packed(const uint16_t (&v)[8]) {
@@ -231,8 +234,8 @@ QK_INLINE void ggml_embed(const uint8_t* table, const uint32_t* ids, float* out,
 
 // The three kernels of a type, as each file defines them with its own macro:
 //
-// ggml_gemv_*: out = x w' + bias for one to four rows, all in f32; w [n][cols] in blocks, x [rows][cols],
-// out [rows][n].
+// ggml_gemv_*: out = x w' + bias for few rows, all in f32; w [n][cols] in blocks, x [rows][cols], out [rows][n]. A
+// row's results do not depend on the other rows.
 // ggml_decode_*: the values of `chunks` chunks, in order, as the sum of two bf16 planes; where `low` is null, as one
 // plane of f16.
 // ggml_embed_*: rows `ids` of a table, times `factor`, as f32.

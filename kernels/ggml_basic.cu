@@ -91,7 +91,7 @@ struct Mxfp4 : Nibbles<17, 12, false> {
     }
 };
 
-// gemv: grid ceil(n / 8), block 128. decode: grid ceil(chunks / 256), block 256. embed: grid exactly the number of
+// gemv: grid ceil(n / 8) * ceil(rows / 4), block 128. decode: grid ceil(chunks / 256), block 256. embed: grid exactly the number of
 // ids, block 128. No dynamic shared memory.
 #define KERNELS(name, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(128, 4) ggml_gemv_##name(GGML_GEMV_ARGUMENTS) {  \

@@ -107,7 +107,7 @@ struct Q6K : Super<210, 64, 32, false> {
     }
 };
 
-// gemv: grid ceil(n / 8), block 128. decode: grid ceil(chunks / 256), block 256. embed: grid exactly the number of
+// gemv: grid ceil(n / 8) * ceil(rows / 4), block 128. decode: grid ceil(chunks / 256), block 256. embed: grid exactly the number of
 // ids, block 128. No dynamic shared memory. A multiprocessor has registers for RESIDENT blocks of gemv; for one more,
 // the compiler would spill some.
 #define KERNELS(name, T, RESIDENT)                                                                      \

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256) gemm_q2_f16_x1_small(QUANT_ARG
     quant_small<F16, 2, 1>(QUANT_PASSED);
 }
 
-// One to four rows. Grid ceil(n / 32), block 512, no dynamic shared memory.
+// Few rows. Grid ceil(n / 32) * ceil(rows / 4), block 512, no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(512) gemv_q2(GEMV_QUANT_ARGUMENTS) {
     gemv_quant<2>(q, scales, zeros, x, gather, bias, out, rows, n, cols, units, units_per_group);
 }

@@ -8,7 +8,7 @@ use quantkit::cli::exit;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    match std::panic::catch_unwind(|| quantkit::commands::run(cli)) {
+    match std::panic::catch_unwind(|| quantkit::commands::execute(cli)) {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(error)) => exit::report(&error),
         // The panic hook has said where; a defect of ours, not of the input.

@@ -43,6 +43,7 @@ pub enum Transform {
     },
     Smoothquant {
         /// `None` finds the best for each block.
+        #[serde(serialize_with = "crate::num::short::option")]
         alpha: Option<f32>,
         /// Tokens that losses are measured on.
         tokens: usize,

@@ -1,6 +1,7 @@
 //! The device seam: a handful of coarse operations over activations in the device's own memory. The CPU
 //! is the reference; every other backend must match it.
 
+pub mod cache;
 pub mod cpu;
 pub mod cuda;
 pub mod solver;
@@ -11,6 +12,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
+use cache::{CacheType, Layer, Pool, PoolShape, SavedBlocks, Tables};
 use solver::Solver;
 use tensor::Tensor;
 use weight::Weight;
@@ -69,6 +71,8 @@ pub fn spans_of(lengths: impl IntoIterator<Item = usize>) -> Vec<Span> {
 pub struct Batch {
     pub ids: Vec<u32>,
     pub spans: Vec<Span>,
+    /// Where keys and values of the sequences are, for passes over a cache.
+    pub tables: Tables,
     /// The same on a device.
     cuda: Option<cuda::batch::OnDevice>,
 }
@@ -76,7 +80,7 @@ pub struct Batch {
 impl Batch {
     /// A batch for a backend that computes in host memory.
     pub fn host(ids: Vec<u32>, spans: Vec<Span>) -> Self {
-        Self { ids, spans, cuda: None }
+        Self { ids, spans, tables: Tables::default(), cuda: None }
     }
 
     /// One past the last position.
@@ -103,24 +107,6 @@ pub struct AttentionShape {
     pub window: Option<usize>,
     /// Scores are squashed to ±cap by tanh (Gemma 2).
     pub softcap: Option<f32>,
-}
-
-/// Keys and values of one sequence in one layer.
-#[derive(Debug)]
-pub enum KvCache {
-    Host(cpu::Rows),
-    Cuda(cuda::cache::Pages),
-}
-
-/// What caches are to hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CacheShape {
-    pub layers: usize,
-    pub sequences: usize,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    /// Tokens a sequence can have at most.
-    pub capacity: usize,
 }
 
 /// Sums over calibration tokens, where the backend keeps them.
@@ -215,6 +201,9 @@ pub trait Backend: Send + Sync {
     /// How many devices work side by side: batches go to them in turn.
     fn devices(&self) -> usize;
 
+    /// In a pass of at most so many rows, every row's result of every operation is that of the row alone, bit for bit.
+    fn few_rows(&self) -> usize;
+
     /// Bytes that can be had; on several devices, of the one that has least. `None` where the system does not tell.
     fn free_memory(&self) -> Option<u64>;
 
@@ -236,14 +225,20 @@ pub trait Backend: Send + Sync {
     /// Brings floats back.
     fn download(&self, x: &Tensor) -> Done<Vec<f32>>;
 
-    /// One row of `x`.
-    fn row(&self, x: &Tensor, row: usize) -> Done<Tensor>;
+    /// Some rows of `x`, in the order named.
+    fn rows(&self, x: &Tensor, rows: &[usize]) -> Done<Tensor>;
 
-    /// Takes up token ids and their places.
-    fn batch(&self, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch>;
+    /// Takes up token ids and their places, for a pass without a cache.
+    fn batch(&self, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch> {
+        self.paged_batch(ids, spans, Tables::default())
+    }
 
-    /// Other ids and places for a batch of the same shape, in the same memory.
-    fn rebatch(&self, batch: &Batch, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch>;
+    /// The same for a pass over a cache: `tables` have the blocks of each span's sequence, with room for its new
+    /// tokens.
+    fn paged_batch(&self, ids: Vec<u32>, spans: Vec<Span>, tables: Tables) -> Done<Batch>;
+
+    /// Other ids, places and blocks for a batch of the same shape, in the same memory.
+    fn rebatch(&self, batch: &Batch, ids: Vec<u32>, spans: Vec<Span>, tables: Tables) -> Done<Batch>;
 
     /// Rows of the embedding table, times `scale`.
     fn embed(&self, table: &Matrix, batch: &Batch, scale: f32) -> Done<Tensor>;
@@ -268,14 +263,24 @@ pub trait Backend: Send + Sync {
         table: &RopeTable,
     ) -> Done<()>;
 
-    /// Empty caches, `[layer][sequence]`, with memory for all they can hold.
-    fn caches(&self, shape: CacheShape) -> Done<Vec<Vec<KvCache>>>;
+    /// The type of cache that is taken where none is asked for.
+    fn cache_type(&self) -> CacheType;
 
-    /// Makes room for the next rows of each sequence, before a pass over them.
-    fn reserve(&self, caches: &mut [Vec<KvCache>], batch: &Batch) -> Done<()>;
+    /// Memory for keys and values. What is in it is undefined.
+    fn pool(&self, shape: PoolShape) -> Done<Pool>;
 
-    /// Causal attention of each span over itself and, with caches (one a span), over what they hold; the
-    /// caches take up the new keys and values.
+    /// Copies whole blocks, from the first to the second of each pair, one pair after the other.
+    fn copy_blocks(&self, pool: &mut Pool, pairs: &[(u32, u32)]) -> Done<()>;
+
+    /// Blocks in host memory.
+    fn save_blocks(&self, pool: &Pool, blocks: &[u32]) -> Done<SavedBlocks>;
+
+    /// Brings back what was saved of as many blocks of such a pool.
+    fn restore_blocks(&self, pool: &mut Pool, blocks: &[u32], saved: &SavedBlocks) -> Done<()>;
+
+    /// Causal attention of each span over itself and, with a layer of a pool, over what that holds of its sequence;
+    /// the layer takes up the new keys and values. Over a pool, a row's bits depend on no other row in passes of few
+    /// rows.
     fn attention(
         &self,
         q: &Tensor,
@@ -283,7 +288,7 @@ pub trait Backend: Send + Sync {
         v: &Tensor,
         batch: &Batch,
         shape: &AttentionShape,
-        caches: Option<&mut [KvCache]>,
+        layer: Option<Layer>,
     ) -> Done<Tensor>;
 
     /// activation(gate) * up.

@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::num::few::{self, SIDE};
 use crate::num::ggml::GgmlType;
-use crate::num::simd::{dot, vectorized};
+use crate::num::simd::vectorized;
 use crate::num::{bits, e4m3, int8};
 use crate::tensor::{Bytes, Dtype, widen};
 
@@ -153,29 +154,47 @@ impl Weight {
         }
     }
 
-    /// Products of output channels `rows` with one vector, `out[i] = sum_k w[rows.start + i, k] x[k]`, from the stored
-    /// form. A product does not depend on the rows that it is asked for with.
+    /// Products of output channels `rows` with some rows of `x`, `out[i, r] = sum_k w[rows.start + i, k] x[r, k]`, from the
+    /// stored form. A product depends on its channel and its row of `x` alone, bit for bit.
     pub fn products(&self, rows: Range<usize>, x: &[f32], out: &mut [f32]) {
-        let part = |row: usize| rows.start * row..rows.end * row;
-        match self {
+        let cols = self.cols();
+        if let Weight::Gptq(w) = self {
+            return if x.len() == cols { w.products(rows, x, out) } else { w.products_of_few(rows, x, out) };
+        }
+        if x.len() == cols
+            && let Some((kind, bytes)) = self.blocks(rows.clone())
+        {
+            return kind.products(bytes, x, out);
+        }
+        let mut values = vec![0.0; few::TOGETHER * cols];
+        let at_once = out.len() / rows.len().max(1) * few::TOGETHER;
+        for (i, out) in out.chunks_mut(at_once.max(1)).enumerate() {
+            let first = rows.start + i * few::TOGETHER;
+            let part = first..(first + few::TOGETHER).min(rows.end);
+            let values = &mut values[..part.len() * cols];
+            match self.blocks(part.clone()) {
+                Some((kind, bytes)) => kind.values(bytes, values),
+                None => self.panel(part, values),
+            }
+            few::products(values, x, cols, out);
+        }
+    }
+
+    /// Output channels `rows` as blocks of ggml, which plain floats are as well.
+    fn blocks(&self, rows: Range<usize>) -> Option<(GgmlType, &[u8])> {
+        let (kind, bytes, row) = match self {
             Weight::Dense(w) => {
                 let kind = match w.dtype {
                     Dtype::F16 => GgmlType::F16,
                     Dtype::BF16 => GgmlType::BF16,
                     _ => GgmlType::F32,
                 };
-                kind.products(&w.bytes[part(w.cols * w.dtype.size())], x, out);
+                (kind, &w.bytes, w.cols * w.dtype.size())
             }
-            Weight::Gptq(w) => w.products(rows, x, out),
-            Weight::Ggml(w) => w.kind.products(&w.bytes[part(w.bytes.len() / w.rows)], x, out),
-            Weight::Int8(_) | Weight::Fp8(_) => {
-                let mut row = vec![0.0; x.len()];
-                for (n, out) in rows.zip(out) {
-                    self.panel(n..n + 1, &mut row);
-                    *out = vectorized(|| dot(&row, x));
-                }
-            }
-        }
+            Weight::Ggml(w) => (w.kind, &w.bytes, w.bytes.len() / w.rows),
+            Weight::Gptq(_) | Weight::Int8(_) | Weight::Fp8(_) => return None,
+        };
+        Some((kind, &bytes[rows.start * row..rows.end * row]))
     }
 
     /// The whole matrix as f32; for one linear at a time, where a method edits or compares it.
@@ -315,10 +334,101 @@ impl Gptq {
         }
         out.copy_from_slice(&sums[..count]);
     }
+
+    /// As [`Self::products`], with the same sums in the same order, for several rows of `x`.
+    fn products_of_few(&self, rows: Range<usize>, x: &[f32], out: &mut [f32]) {
+        let t = x.len() / self.cols.max(1);
+        let mut scratch = Scratch { w: vec![[0.0; SIDE]; DEPTH], products: Vec::new(), sums: Vec::new() };
+        for (i, out) in out.chunks_mut((SIDE * t).max(1)).enumerate() {
+            let first = rows.start + i * SIDE;
+            match self.bits {
+                4 => self.side_by_side_of_few::<8>(first, x, out, &mut scratch),
+                2 => self.side_by_side_of_few::<16>(first, x, out, &mut scratch),
+                8 => self.side_by_side_of_few::<4>(first, x, out, &mut scratch),
+                _ => self.side_by_side_of_few::<0>(first, x, out, &mut scratch),
+            }
+        }
+    }
+
+    fn side_by_side_of_few<const PER: usize>(&self, first: usize, x: &[f32], out: &mut [f32], scratch: &mut Scratch) {
+        let t = x.len() / self.cols;
+        let count = out.len() / t;
+        let Scratch { w, products, sums } = scratch;
+        sums.clear();
+        sums.resize(t, [0.0; SIDE]);
+        let mut k = 0;
+        while k < self.cols {
+            let group = self.g_idx[k];
+            let end = self.g_idx[k..].iter().position(|&other| other != group).map_or(self.cols, |run| k + run);
+            products.clear();
+            products.resize(t, [0.0; SIDE]);
+            while k < end {
+                let part = k..(k + DEPTH).min(end);
+                let w = &mut w[..part.len()];
+                vectorized(|| self.differences::<PER>(first, count, part, w));
+                few::side_by_side(w, &x[k..], self.cols, products);
+                k += w.len();
+            }
+            let at = group as usize * self.rows + first;
+            let mut scales = [0.0; SIDE];
+            scales[..count].copy_from_slice(&self.scales[at..at + count]);
+            vectorized(|| {
+                for (sums, products) in sums.iter_mut().zip(&*products) {
+                    for l in 0..SIDE {
+                        sums[l] += scales[l] * products[l];
+                    }
+                }
+            });
+        }
+        for (l, out) in out.chunks_exact_mut(t).enumerate() {
+            out.iter_mut().zip(&*sums).for_each(|(out, sums)| *out = sums[l]);
+        }
+    }
+
+    /// Codes less zero points of `count` channels from `first` on, of columns `part`, which have one group.
+    #[inline(always)]
+    fn differences<const PER: usize>(&self, first: usize, count: usize, part: Range<usize>, w: &mut [[f32; SIDE]]) {
+        let mask = (1u32 << self.bits) - 1;
+        let words = |word: usize| &self.qweight[word * self.rows + first..][..count];
+        let at = self.g_idx[part.start] as usize * self.rows + first;
+        let mut zeros = [0.0; SIDE];
+        for (to, &zero) in zeros.iter_mut().zip(&self.zeros[at..at + count]) {
+            *to = zero as f32;
+        }
+        let mut k = part.start;
+        while k < part.end {
+            let to = &mut w[k - part.start..];
+            if PER > 0 && k.is_multiple_of(PER) && k + PER <= part.end {
+                let mut packed = [0; SIDE];
+                packed[..count].copy_from_slice(words(k / PER));
+                for to in &mut to[..PER] {
+                    for l in 0..SIDE {
+                        to[l] = (packed[l] & mask) as f32 - zeros[l];
+                        packed[l] >>= self.bits;
+                    }
+                }
+                k += PER;
+            } else {
+                for l in 0..count {
+                    to[0][l] = bits::get(|w| words(w)[l], k, self.bits) as f32 - zeros[l];
+                }
+                k += 1;
+            }
+        }
+    }
 }
 
-/// Output channels of GPTQ integers that are multiplied side by side.
-const SIDE: usize = 32;
+/// Columns of GPTQ integers that are decoded at a time.
+const DEPTH: usize = 64;
+
+/// What is kept from one run of columns to the next.
+struct Scratch {
+    /// Decoded columns.
+    w: Vec<[f32; SIDE]>,
+    /// Sums within a group, and of groups, a row each.
+    products: Vec<[f32; SIDE]>,
+    sums: Vec<[f32; SIDE]>,
+}
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -389,7 +499,7 @@ mod tests {
         all
     }
 
-    /// One row of activations, and the same row twice, which goes through panels.
+    /// One row of activations, and the same row so many times that it goes through panels.
     #[test]
     fn products_are_those_of_panels_for_any_number_of_threads() {
         for weight in weights() {
@@ -402,7 +512,7 @@ mod tests {
                 let out = pool.install(|| Cpu.linear(&Tensor::host(t, cols, x.repeat(t)), &matrix, None)).unwrap();
                 out.as_host()[..rows].to_vec()
             };
-            let (one, panels) = (on(1, 1), on(1, 2));
+            let (one, panels) = (on(1, 1), on(1, Cpu.few_rows() + 1));
             let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
             let values = weight.to_f32();
             for (n, (found, panel)) in one.iter().zip(&panels).enumerate() {
@@ -410,7 +520,10 @@ mod tests {
                 let size = length(&values[n * cols..][..cols]) * length(&x);
                 assert!((found - panel).abs() <= 1e-5 * size, "{what}, output {n}: {found}, not {panel}");
             }
-            assert_eq!(bits(on(3, 1)), bits(one), "{what}");
+            let one = bits(one);
+            for (threads, t) in [(3, 1), (1, 2), (3, 2), (1, 13)] {
+                assert_eq!(bits(on(threads, t)), one, "{what}");
+            }
         }
     }
 }

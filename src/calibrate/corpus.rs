@@ -16,6 +16,8 @@ use crate::model::tokenizer::{BosRule, Tokenizer, TokenizerError, text_sha256};
 const CALIBRATION: &str = include_str!("../../calib/calibration.txt");
 /// Text shipped for measurements, which calibration never sees.
 const HELDOUT: &str = include_str!("../../calib/heldout.txt");
+/// The same of another kind: prose that explains.
+const HELDOUT_SCIENCE: &str = include_str!("../../calib/heldout-science.txt");
 
 /// Documents tokenized side by side.
 const AT_ONCE: usize = 256;
@@ -64,7 +66,7 @@ pub type RenderChat<'a> = &'a dyn Fn(&[Message]) -> Result<String, ChatError>;
 /// Documents, and what the report calls them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Corpus {
-    /// `builtin`, `heldout` or the file.
+    /// `builtin`, `heldout`, `heldout-science` or the file.
     pub name: String,
     /// One document for a .txt file, one per line for .jsonl.
     pub documents: Vec<String>,
@@ -83,6 +85,12 @@ impl Corpus {
         Self { name: "heldout".into(), documents: vec![HELDOUT.into()], sha256: text_sha256(HELDOUT) }
     }
 
+    /// The shipped text of another kind for measurements.
+    pub fn heldout_science() -> Self {
+        let sha256 = text_sha256(HELDOUT_SCIENCE);
+        Self { name: "heldout-science".into(), documents: vec![HELDOUT_SCIENCE.into()], sha256 }
+    }
+
     /// A user's file: `.jsonl` is one JSON object per line with `text` or `messages`, anything else one plain
     /// text. Empty lines and empty texts are passed over. Line ends become LF, as when Python reads text: the
     /// published figures on files with CR LF are made so.
@@ -98,12 +106,13 @@ impl Corpus {
         let sha256 = text_sha256(&text);
         // A byte order mark is an editor's trace, not text.
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text).replace("\r\n", "\n").replace('\r', "\n");
-        let name = path.display().to_string();
         let mut documents = if lines { read_lines(path, &text, chat)? } else { vec![text] };
         documents.retain(|document| !document.is_empty());
         if documents.iter().all(|document| document.trim().is_empty()) {
-            return Err(CorpusError::Empty { name });
+            return Err(CorpusError::Empty { name: path.display().to_string() });
         }
+        // Reports are to be the same wherever the text lies.
+        let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
         Ok(Self { name, documents, sha256 })
     }
 
@@ -176,7 +185,7 @@ fn json_reason(error: &serde_json::Error) -> String {
 }
 
 /// Messages with `role` and `content`; content in parts must be text alone.
-fn messages(list: &Value) -> Result<Vec<Message>, String> {
+pub fn messages(list: &Value) -> Result<Vec<Message>, String> {
     let list = list.as_array().filter(|list| !list.is_empty()).ok_or("`messages` is not a list with turns in it")?;
     let turn = |(index, item): (usize, &Value)| {
         let role = item.get("role").and_then(Value::as_str).ok_or(format!("message {} has no `role`", index + 1))?;

@@ -185,7 +185,7 @@ pub fn abs_max(backend: &dyn Backend, xs: &[Tensor]) -> Result<Vec<f32>, DeviceE
         match most.is_empty() {
             true => most = here,
             // A NaN must stay.
-            false => most.iter_mut().zip(here).for_each(|(m, h)| *m = if h <= *m { *m } else { h }),
+            false => most.iter_mut().zip(here).for_each(|(m, h)| *m = if h.is_nan() || h > *m { h } else { *m }),
         }
     }
     Ok(most)

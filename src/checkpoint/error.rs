@@ -29,6 +29,8 @@ pub enum CheckpointError {
     NoTensor { tensor: String, dir: PathBuf },
     #[error("tensor `{tensor}` has shape {found:?}; the config asks for {wanted:?}")]
     Shape { tensor: String, found: Vec<usize>, wanted: Vec<usize> },
+    #[error("tensor `{tensor}` holds {why}")]
+    Value { tensor: String, why: String },
     #[error("tensor `{tensor}` is {found}; wanted {wanted}")]
     Dtype { tensor: String, found: Dtype, wanted: &'static str },
 }

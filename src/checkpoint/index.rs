@@ -53,6 +53,13 @@ pub fn shards(dir: &Path) -> Result<Shards, CheckpointError> {
     }
 }
 
+/// The safetensors files that are there, whatever an index says.
+pub fn present(dir: &Path) -> Shards {
+    let mut files = list(dir).unwrap_or_default();
+    files.retain(|file| file.ends_with(".safetensors"));
+    Shards { files, weight_map: BTreeMap::new() }
+}
+
 fn indexed(dir: &Path, index: &Path) -> Result<Shards, CheckpointError> {
     let json = read_json(index)?;
     let invalid = |why: &str| CheckpointError::Json { path: index.into(), why: why.into() };

@@ -45,14 +45,7 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens a Hugging Face model folder (symbolic links into a hub cache included).
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
-        if !dir.is_dir() {
-            return Err(CheckpointError::NoFolder(dir.into()));
-        }
-        let dir = index::snapshot(dir)?;
-        let config = read_json(&dir.join("config.json"))?;
-        if !config.is_object() {
-            return Err(CheckpointError::Json { path: dir.join("config.json"), why: "not a JSON object".into() });
-        }
+        let Self { dir, config, .. } = Self::open_config(dir)?;
         let shards = index::shards(&dir)?;
         let mut tensors = BTreeMap::new();
         let mut files = Vec::new();
@@ -68,6 +61,50 @@ impl Checkpoint {
             }
         }
         Ok(Self { dir, config, tensors, files, made: BTreeMap::new() })
+    }
+
+    /// What can be read of a folder, with all that stands against [`Checkpoint::open`]: shards that are missing or cut
+    /// off, tensors that are not where the index says. An error only where there is no `config.json` to begin with.
+    pub fn salvage(dir: &Path) -> Result<(Self, Vec<CheckpointError>), CheckpointError> {
+        let mut found = Self::open_config(dir)?;
+        let mut damage = Vec::new();
+        let shards = index::shards(&found.dir).unwrap_or_else(|error| {
+            damage.push(error);
+            index::present(&found.dir)
+        });
+        for file in shards.files {
+            let file: Arc<str> = file.into();
+            // Tensors that were read before the file was found wanting are not to be trusted.
+            let mut tensors = BTreeMap::new();
+            match map_file(&found.dir, &file, &mut tensors) {
+                Ok(()) => {
+                    found.tensors.extend(tensors);
+                    found.files.push(file);
+                }
+                Err(error) => damage.push(error),
+            }
+        }
+        let missing = shards.weight_map.iter().find(|(name, file)| {
+            found.files.iter().any(|there| **there == ***file) && !found.tensors.contains_key(*name)
+        });
+        damage.extend(missing.map(|(tensor, file)| CheckpointError::IndexedTensorMissing {
+            tensor: tensor.clone(),
+            path: found.dir.join(file),
+        }));
+        Ok((found, damage))
+    }
+
+    /// A folder of which only `config.json` is wanted: no weights need be there.
+    pub fn open_config(dir: &Path) -> Result<Self, CheckpointError> {
+        if !dir.is_dir() {
+            return Err(CheckpointError::NoFolder(dir.into()));
+        }
+        let dir = index::snapshot(dir)?;
+        let config = read_json(&dir.join("config.json"))?;
+        if !config.is_object() {
+            return Err(CheckpointError::Json { path: dir.join("config.json"), why: "not a JSON object".into() });
+        }
+        Ok(Self { dir, config, tensors: BTreeMap::new(), files: vec![], made: BTreeMap::new() })
     }
 
     /// What another format holds, seen as a model folder: `files` lie in `dir`, `made` are side files by name.

@@ -1,18 +1,23 @@
 //! The command line, one definition for parsing, help and documentation.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub use super::gguf::{ConvertArgs, ConvertTo, FloatArg, GgufArgs, ImatrixArgs, ImatrixForm};
 use super::methods::{AwqArgs, FormatArg, Fp8Args, KvCacheArg, SmoothquantArgs};
 use super::parse::{
-    parse_amount, parse_bits, parse_bos, parse_convention, parse_count, parse_device, parse_file_type, parse_ggml_type,
-    parse_group_size, parse_share, parse_whole_share,
+    parse_amount, parse_bits, parse_bos, parse_convention, parse_count, parse_device, parse_group_size, parse_share,
+    parse_whole_share,
 };
+use super::planning::{PlanArgs, RunArgs};
+use super::report::{CompareArgs, HistoryArgs};
+use super::serving::ManyArgs;
+use super::spec::{DraftArgs, SpecArgs};
+use super::validation::{KvArgs, ValidateArgs};
 use crate::evaluate::windows::Convention;
-use crate::format::gguf::file_type::FileType;
 use crate::model::tokenizer::BosMode;
-use crate::num::ggml::GgmlType;
 use crate::quantize::grid::Grid;
 use crate::quantize::order::Order;
 
@@ -64,6 +69,16 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Tell what a model folder, an artifact or a GGUF file is, without reading its weights
     Inspect(InspectArgs),
+    /// Tell what a model would take: weights in every format, the cache of a token, sequences that fit
+    Plan(PlanArgs),
+    /// Carry out a recipe: several artifacts of one model, each measured and held against limits
+    Run(RunArgs),
+    /// Measure everything about an artifact, in one report held against limits
+    Validate(ValidateArgs),
+    /// Judge a report against limits and an earlier report; exits with 1 if a limit or a check fails
+    Compare(CompareArgs),
+    /// Show how the figures of many reports developed
+    History(HistoryArgs),
     /// Show what is known: model families, consumers, formats
     List(ListArgs),
 }
@@ -74,6 +89,10 @@ pub enum EvalCommand {
     Ppl(PplArgs),
     /// Divergence of an artifact's predictions from those of the model it was made from
     Kl(KlArgs),
+    /// What key-value caches of few bits do to a model
+    Kv(KvArgs),
+    /// Speculative decoding: how many tokens of a draft stand, and what that gains
+    Spec(SpecArgs),
 }
 
 /// A model: a folder, a hub id, or nothing for the built-in demo checkpoint.
@@ -99,6 +118,20 @@ pub enum DeviceArg {
     Cuda(Vec<usize>),
 }
 
+impl fmt::Display for DeviceArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceArg::Auto => f.write_str("auto"),
+            DeviceArg::Cpu => f.write_str("cpu"),
+            DeviceArg::AllCuda => f.write_str("cuda"),
+            DeviceArg::Cuda(all) => {
+                let all: Vec<String> = all.iter().map(usize::to_string).collect();
+                write!(f, "cuda:{}", all.join(","))
+            }
+        }
+    }
+}
+
 #[derive(Clone, Debug, Args)]
 pub struct SchemeArgs {
     /// Bits per weight: 2, 3, 4 or 8
@@ -107,9 +140,6 @@ pub struct SchemeArgs {
     /// Input channels that share a scale; -1 for one scale per output channel
     #[arg(long, default_value_t = 128, allow_negative_numbers = true, value_parser = parse_group_size)]
     pub group_size: i32,
-    /// Zero points per group instead of a grid symmetric around zero
-    #[arg(long)]
-    pub asym: bool,
     /// Override for modules whose path matches: `REGEX=bits:8,group_size:32,sym:false`; the first match wins
     #[arg(long = "rule", value_name = "REGEX=...")]
     pub rules: Vec<String>,
@@ -186,6 +216,9 @@ pub struct OutputArgs {
     /// Continue an interrupted run with the same options
     #[arg(long)]
     pub resume: bool,
+    /// Continue one with the same options, and start anew after any other: what a recipe wants.
+    #[arg(skip)]
+    pub resume_same: bool,
     /// Calibrate scales for a cache of 8-bit keys and values and store them (compressed-tensors and fp8)
     #[arg(long, value_enum, value_name = "TYPE")]
     pub kv_cache: Option<KvCacheArg>,
@@ -224,6 +257,9 @@ pub struct GptqArgs {
     pub model: ModelArgs,
     #[command(flatten)]
     pub scheme: SchemeArgs,
+    /// Zero points per group instead of a grid symmetric around zero
+    #[arg(long)]
+    pub asym: bool,
     /// Form of the artifact
     #[arg(long, value_enum, default_value_t = FormatArg::Gptq)]
     pub format: FormatArg,
@@ -267,6 +303,9 @@ pub struct RtnArgs {
     pub model: ModelArgs,
     #[command(flatten)]
     pub scheme: SchemeArgs,
+    /// Zero points per group instead of a grid symmetric around zero
+    #[arg(long)]
+    pub asym: bool,
     /// Form of the artifact
     #[arg(long, value_enum, default_value_t = FormatArg::Gptq)]
     pub format: FormatArg,
@@ -277,125 +316,6 @@ pub struct RtnArgs {
     pub calibration: CalibrationArgs,
     #[command(flatten)]
     pub output: OutputArgs,
-}
-
-#[derive(Debug, Args)]
-pub struct GgufArgs {
-    #[command(flatten)]
-    pub model: ModelArgs,
-    /// Type of the file, such as Q4_K_M, Q6_K, IQ4_XS, Q8_0, F16
-    #[arg(long = "type", default_value = "Q4_K_M", value_name = "TYPE", value_parser = parse_file_type)]
-    pub kind: FileType,
-    /// File to write [default: named after model and type, in the current folder]
-    #[arg(long, short, value_name = "FILE")]
-    pub out: Option<PathBuf>,
-    /// Replace a GGUF file that stands there already
-    #[arg(long)]
-    pub overwrite: bool,
-    /// Importance of the input channels: a file of `imatrix` or llama.cpp, or `auto` to gather it now
-    #[arg(long, value_name = "FILE|auto")]
-    pub imatrix: Option<String>,
-    /// Choose codes so that they mend each other's errors (GPTQ's idea, on the blocks of the type): same size, loads in
-    /// any llama.cpp. Measured closer to the source (KL divergence) on text like the calibration text, less so on
-    /// other text; perplexity need not fall. Calibrates block by block
-    #[arg(long)]
-    pub error_feedback: bool,
-    /// Text for `--imatrix auto` and `--error-feedback` [default: built-in]
-    #[arg(long, value_name = "FILE")]
-    pub calib: Option<PathBuf>,
-    /// Windows of that text at most [default: all; 128 for `--error-feedback`]
-    #[arg(long, value_parser = parse_count)]
-    pub chunks: Option<usize>,
-    /// Type of tensors whose names the pattern is found in: `REGEX=TYPE`; the first match wins
-    #[arg(long = "tensor-type", value_name = "REGEX=TYPE")]
-    pub tensor_types: Vec<String>,
-    /// Type of the output head
-    #[arg(long, value_name = "TYPE", value_parser = parse_ggml_type)]
-    pub output_tensor_type: Option<GgmlType>,
-    /// Type of the embedding
-    #[arg(long, value_name = "TYPE", value_parser = parse_ggml_type)]
-    pub token_embedding_type: Option<GgmlType>,
-    /// Leave the output head as it is
-    #[arg(long)]
-    pub leave_output_tensor: bool,
-    /// One type for all tensors, no mixture
-    #[arg(long)]
-    pub pure: bool,
-    /// Stop where a tensor's rows are no multiples of its type's blocks, instead of taking another type
-    #[arg(long)]
-    pub no_fallback: bool,
-    /// Several files of at most this size: a number of bytes, or one with M or G
-    #[arg(long, value_name = "SIZE")]
-    pub split_max_size: Option<String>,
-    /// Name of the pre-tokenizer, where tokenizer.json does not tell
-    #[arg(long, value_name = "NAME")]
-    pub pre: Option<String>,
-    /// One JSON object on stdout, nothing else
-    #[arg(long)]
-    pub json: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct ImatrixArgs {
-    #[command(flatten)]
-    pub model: ModelArgs,
-    /// File to write [default: named after the model, in the current folder]
-    #[arg(long, short, value_name = "FILE")]
-    pub out: Option<PathBuf>,
-    /// Form of the file
-    #[arg(long, value_enum, default_value_t = ImatrixForm::Gguf)]
-    pub format: ImatrixForm,
-    /// Calibration text: .txt, or .jsonl with `text` or chat `messages` [default: built-in]
-    #[arg(long, value_name = "FILE")]
-    pub calib: Option<PathBuf>,
-    /// Windows of 512 tokens at most [default: all of the text]
-    #[arg(long, value_parser = parse_count)]
-    pub chunks: Option<usize>,
-    /// One JSON object on stdout, nothing else
-    #[arg(long)]
-    pub json: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ImatrixForm {
-    /// What llama.cpp writes now
-    Gguf,
-    /// What it wrote before
-    Dat,
-}
-
-#[derive(Debug, Args)]
-pub struct ConvertArgs {
-    /// GGUF file (of a split one the first part)
-    pub file: PathBuf,
-    /// What to make of it
-    #[arg(long, value_enum, default_value_t = ConvertTo::Safetensors)]
-    pub to: ConvertTo,
-    /// Folder to write [default: named after file and number type, in the current folder]
-    #[arg(long, short, value_name = "DIR")]
-    pub out: Option<PathBuf>,
-    /// Number type of the weights
-    #[arg(long, value_enum, default_value_t = FloatArg::F16)]
-    pub dtype: FloatArg,
-    /// Largest size of one weight file, in MB
-    #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
-    pub max_shard_size: u64,
-    /// One JSON object on stdout, nothing else
-    #[arg(long)]
-    pub json: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ConvertTo {
-    /// A Hugging Face folder
-    Safetensors,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum FloatArg {
-    F32,
-    F16,
-    Bf16,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -479,28 +399,41 @@ pub struct KlArgs {
     #[arg(
         long,
         value_name = "FILE",
-        conflicts_with_all = ["reference", "reference_revision", "text", "convention", "window"]
+        conflicts_with_all = ["reference", "reference_revision", "texts", "convention", "window"]
     )]
     pub reference_logits: Option<PathBuf>,
+    /// In place of a model, what --save-baseline wrote: the texts' tokens and the likeliest predictions; their
+    /// divergence is an estimate within bounds that are told, all other figures are exact
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = [
+            "reference", "reference_revision", "reference_logits", "save_baseline", "texts", "convention", "window", "bos"
+        ]
+    )]
+    pub baseline: Option<PathBuf>,
+    /// Keep the reference's predictions in a file of some megabytes, for --baseline
+    #[arg(long, value_name = "FILE", conflicts_with = "reference_logits")]
+    pub save_baseline: Option<PathBuf>,
     /// Where to compute: auto (all CUDA devices, or the CPU), cpu, cuda (all), cuda:0, cuda:0,1
     #[arg(long, default_value = "auto", env = "QUANTKIT_DEVICE", value_parser = parse_device)]
     pub device: DeviceArg,
-    /// Text to compare on [default: built-in held-out text]
-    #[arg(long, value_name = "FILE")]
-    pub text: Option<PathBuf>,
+    /// Text to compare on; may be given several times [default: two built-in held-out texts, a story and science]
+    #[arg(long = "text", value_name = "FILE")]
+    pub texts: Vec<PathBuf>,
     /// Whose convention: gptq, llamacpp, lmeval
     #[arg(long, default_value = "gptq", value_parser = parse_convention)]
     pub convention: Convention,
     /// Tokens per window [default: 2048, llamacpp 512; or the models' context if that is shorter]
     #[arg(long)]
     pub window: Option<usize>,
-    /// Compare only the first windows
+    /// Compare only the first windows of each text
     #[arg(long, value_parser = parse_count)]
     pub max_windows: Option<usize>,
     /// BOS: auto, none, window (each window starts with one), once (at the start of the text)
     #[arg(long, default_value = "auto", value_parser = parse_bos)]
     pub bos: BosMode,
-    /// Exit with 1 if the mean divergence is above this many nats
+    /// Exit with 1 if on any text the mean divergence is above this many nats
     #[arg(long, value_name = "NATS", value_parser = parse_amount)]
     pub max_kl: Option<f64>,
     /// Exit with 1 if both agree on the likeliest token at less than this share of positions, 0 to 1
@@ -516,8 +449,10 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// What to continue, or with --chat what to answer; `-` reads stdin
-    #[arg(long, short)]
-    pub prompt: String,
+    #[arg(long, short, required_unless_present = "prompts")]
+    pub prompt: Option<String>,
+    #[command(flatten)]
+    pub many: ManyArgs,
     /// Put the prompt through the model's chat template
     #[arg(long)]
     pub chat: bool,
@@ -539,6 +474,8 @@ pub struct GenerateArgs {
     /// Seed of sampling [default: 0]
     #[arg(long)]
     pub seed: Option<u64>,
+    #[command(flatten)]
+    pub draft: DraftArgs,
     /// Launch the kernels of each token one by one instead of as one recorded CUDA graph
     #[arg(long)]
     pub no_cuda_graph: bool,
@@ -554,6 +491,9 @@ pub struct GenerateArgs {
 pub struct InspectArgs {
     /// Model folder, artifact or GGUF file (of a split one the first part)
     pub path: PathBuf,
+    /// Hash every file of an artifact again and hold it against `quantkit.json`; exit with 1 if one differs
+    #[arg(long)]
+    pub verify: bool,
     /// One JSON object on stdout, nothing else
     #[arg(long)]
     pub json: bool,
@@ -561,6 +501,9 @@ pub struct InspectArgs {
 
 #[derive(Debug, Args)]
 pub struct ListArgs {
+    /// The JSON Schema of `report.json`, nothing else
+    #[arg(long)]
+    pub report_schema: bool,
     /// One JSON object on stdout, nothing else
     #[arg(long)]
     pub json: bool,

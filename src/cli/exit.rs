@@ -23,6 +23,9 @@ impl std::error::Error for CheckFailed {}
 /// The exit code of work that did not pass a check.
 pub const CHECK_FAILED: u8 = 1;
 
+/// The exit code of a device or a program that failed.
+pub const DEVICE: u8 = 3;
+
 /// The exit code of work that the user stopped.
 pub const INTERRUPTED: u8 = 130;
 
@@ -34,7 +37,7 @@ pub fn code(error: &anyhow::Error) -> u8 {
         } else if cause.is::<CheckFailed>() || matches!(cause.downcast_ref(), Some(ModelError::NonFinite { .. })) {
             Some(CHECK_FAILED)
         } else if cause.is::<DeviceError>() || matches!(cause.downcast_ref(), Some(ModelError::Device(_))) {
-            Some(3)
+            Some(DEVICE)
         } else {
             None
         }

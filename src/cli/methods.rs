@@ -61,7 +61,7 @@ pub struct AwqArgs {
     #[command(flatten)]
     pub scheme: SchemeArgs,
     /// A grid symmetric around zero instead of zero points per group, which are the default here
-    #[arg(long, conflicts_with = "asym")]
+    #[arg(long)]
     pub sym: bool,
     /// Form of the artifact
     #[arg(long, value_enum, default_value_t = FormatArg::Awq)]

@@ -2,7 +2,13 @@
 
 pub mod args;
 pub mod exit;
+pub mod gguf;
 pub mod interrupt;
 pub mod methods;
 mod parse;
+pub mod planning;
 pub mod print;
+pub mod report;
+pub mod serving;
+pub mod spec;
+pub mod validation;

@@ -1,6 +1,7 @@
 //! Values of options, from text.
 
 use super::args::DeviceArg;
+use super::planning::Reserve;
 use crate::evaluate::windows::Convention;
 use crate::format::gguf::file_type::FileType;
 use crate::model::tokenizer::BosMode;
@@ -81,4 +82,62 @@ pub fn parse_bos(text: &str) -> Result<BosMode, String> {
 
 pub fn parse_convention(text: &str) -> Result<Convention, String> {
     text.parse().map_err(|_| "known are gptq, llamacpp, lmeval".into())
+}
+
+/// A size with its unit: GB are 10^9 bytes, GiB 2^30.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    const UNITS: [(&str, u64); 9] = [
+        ("kib", 1 << 10),
+        ("mib", 1 << 20),
+        ("gib", 1 << 30),
+        ("tib", 1 << 40),
+        ("kb", 1_000),
+        ("mb", 1_000_000),
+        ("gb", 1_000_000_000),
+        ("tb", 1_000_000_000_000),
+        ("b", 1),
+    ];
+    let lower = text.trim().to_lowercase();
+    let found = UNITS.iter().find_map(|(unit, size)| Some((lower.strip_suffix(unit)?.trim_end(), *size)));
+    let number = found.and_then(|(number, size)| Some(number.parse::<f64>().ok()? * size as f64));
+    match number {
+        // Beyond this no f64 counts bytes, and no machine has them.
+        Some(bytes) if (1.0..=9e15).contains(&bytes) => Ok(bytes.round() as u64),
+        _ => Err("a size with its unit is needed, such as 40GiB (2^30 bytes) or 24GB (10^9)".into()),
+    }
+}
+
+pub fn parse_reserve(text: &str) -> Result<Reserve, String> {
+    match text.strip_suffix('%').map(|share| share.trim().parse::<f64>()) {
+        Some(Ok(percent)) if (0.0..100.0).contains(&percent) => Ok(Reserve::Share(percent / 100.0)),
+        Some(_) => Err("a share from 0% up to, but not including, 100% is needed".into()),
+        None => parse_bytes(text).map(Reserve::Bytes).map_err(|why| format!("{why}, or a share such as 10%")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, bytes) in [
+            ("40GiB", 40 << 30),
+            ("24GB", 24_000_000_000),
+            ("1.5 gib", 3 << 29),
+            ("512MiB", 512 << 20),
+            ("7b", 7),
+            ("2kB", 2000),
+        ] {
+            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+        }
+        for text in ["40", "GiB", "-1GB", "40 Gi", "1e99GB", "nanGB", "0GB", ""] {
+            assert!(parse_bytes(text).is_err(), "{text}");
+        }
+        assert_eq!(parse_reserve("12.5%"), Ok(Reserve::Share(0.125)));
+        assert_eq!(parse_reserve("2GiB"), Ok(Reserve::Bytes(2 << 30)));
+        assert!(parse_reserve("100%").is_err() && parse_reserve("-1%").is_err() && parse_reserve("x%").is_err());
+        assert_eq!(Reserve::Bytes(5).of(3), 3);
+        assert_eq!(Reserve::Share(0.1).of(1000), 100);
+    }
 }

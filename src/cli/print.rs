@@ -11,12 +11,34 @@ use serde::Serialize;
 pub struct Printer {
     quiet: bool,
     json: bool,
+    part: Part,
+}
+
+/// Whose words they are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Part {
+    /// The command's own.
+    Whole,
+    /// Those of a step of it, whose results are not the command's.
+    Step,
+    /// Those of work that only looks ahead.
+    Silent,
 }
 
 impl Printer {
     /// With `json`, stdout carries one object and nothing else.
     pub fn new(quiet: bool, json: bool) -> Self {
-        Self { quiet, json }
+        Self { quiet, json, part: Part::Whole }
+    }
+
+    /// For a step of a command: its results go where notes go, and no object is written.
+    pub fn step_of(self) -> Self {
+        Self { part: Part::Step, ..self }
+    }
+
+    /// For work that only looks ahead: nothing is said.
+    pub fn silent(self) -> Self {
+        Self { quiet: true, part: Part::Silent, ..self }
     }
 
     /// A line about the work, on stderr.
@@ -28,17 +50,24 @@ impl Printer {
 
     /// A warning, on stderr, quiet or not.
     pub fn warn(&self, text: impl AsRef<str>) {
-        to_stderr(&format!("warning: {}", text.as_ref()));
+        if self.part != Part::Silent {
+            to_stderr(&format!("warning: {}", text.as_ref()));
+        }
     }
 
     /// The result for people, on stdout; nothing when JSON is asked for.
     pub fn text(&self, text: impl AsRef<str>) -> io::Result<()> {
-        if self.json { Ok(()) } else { writeln!(io::stdout().lock(), "{}", text.as_ref()) }
+        match self.part {
+            Part::Step => self.note(text),
+            Part::Whole if !self.json => writeln!(io::stdout().lock(), "{}", text.as_ref())?,
+            Part::Whole | Part::Silent => {}
+        }
+        Ok(())
     }
 
     /// The result for programs, on stdout; nothing unless JSON is asked for.
     pub fn object(&self, value: &impl Serialize) -> io::Result<()> {
-        if !self.json {
+        if !self.json || self.part != Part::Whole {
             return Ok(());
         }
         let mut out = io::stdout().lock();

@@ -3,11 +3,16 @@
 use anyhow::Result;
 use serde_json::json;
 
+use crate::cli::args::ListArgs;
 use crate::cli::print::Printer;
 use crate::format::{self, consumers::CONSUMERS};
 use crate::model::families::FAMILIES;
+use crate::report::schema;
 
-pub fn run(printer: Printer) -> Result<()> {
+pub fn run(args: &ListArgs, printer: Printer) -> Result<()> {
+    if args.report_schema {
+        return Ok(printer.object(&schema::report())?);
+    }
     printer.object(&json!({
         "families": FAMILIES.iter().map(|f| json!({"model_type": f.model_type, "label": f.label, "architectures": f.architectures})).collect::<Vec<_>>(),
         "consumers": CONSUMERS.iter().map(|c| json!({"name": c.name, "title": c.title})).collect::<Vec<_>>(),

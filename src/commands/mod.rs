@@ -1,38 +1,66 @@
 //! One file a verb; no algorithm.
 
+mod compare;
 mod device;
+mod draft;
 mod eval_kl;
+mod eval_kv;
 mod eval_ppl;
+mod eval_spec;
 mod generate;
+mod generate_many;
 pub mod gguf;
+mod history;
 mod inspect;
+mod kv_cache;
 mod list;
 mod open;
+mod plan;
 mod quantize;
+mod run;
+mod task;
+mod validate;
 
 use anyhow::{Context, Result};
 
 use crate::cli::args::{Cli, Command, EvalCommand};
 use crate::cli::print::Printer;
 
+/// Bytes of a worker's stack: what a main thread has.
+const STACK: usize = 8 << 20;
+
 /// Runs the command that was asked for.
-pub fn run(cli: Cli) -> Result<()> {
+pub fn execute(cli: Cli) -> Result<()> {
     let threads = cli.global.threads.map_or(0, usize::from);
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().context("cannot start the worker threads")?;
+    let workers = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(STACK);
+    workers.build_global().context("cannot start the worker threads")?;
+    // On a worker: handing over every small operation of a decoding step would take longer than the operation.
+    rayon::scope(|_| dispatch(cli))
+}
+
+fn dispatch(cli: Cli) -> Result<()> {
     let printer = |json: bool| Printer::new(cli.global.quiet, json);
+    let json = cli.command.output().is_some_and(|output| output.json);
+    if let Some(run) = quantize::prepared(&cli.command, printer(json)) {
+        return run?.go();
+    }
     match cli.command {
-        Command::Gptq(args) => quantize::gptq(&args, printer(args.output.json)),
-        Command::Rtn(args) => quantize::rtn(&args, printer(args.output.json)),
-        Command::Awq(args) => quantize::awq(&args, printer(args.output.json)),
-        Command::Smoothquant(args) => quantize::smoothquant(&args, printer(args.output.json)),
-        Command::Fp8(args) => quantize::fp8(&args, printer(args.output.json)),
+        // Ready above.
+        Command::Gptq(_) | Command::Rtn(_) | Command::Awq(_) | Command::Smoothquant(_) | Command::Fp8(_) => Ok(()),
         Command::Gguf(args) => gguf::run(&args, printer(args.json)),
         Command::Imatrix(args) => gguf::imatrix(&args, printer(args.json)),
         Command::Convert(args) => gguf::convert(&args, printer(args.json)),
         Command::Eval(EvalCommand::Ppl(args)) => eval_ppl::run(&args, printer(args.json)),
         Command::Eval(EvalCommand::Kl(args)) => eval_kl::run(&args, printer(args.json)),
+        Command::Eval(EvalCommand::Kv(args)) => eval_kv::run(&args, printer(args.json)),
+        Command::Eval(EvalCommand::Spec(args)) => eval_spec::run(&args, printer(args.json)),
         Command::Generate(args) => generate::run(&args, printer(args.json)),
         Command::Inspect(args) => inspect::run(&args, printer(args.json)),
-        Command::List(args) => list::run(printer(args.json)),
+        Command::Plan(args) => plan::run(&args, printer(args.json)),
+        Command::Run(args) => run::run(&args, printer(args.json)),
+        Command::Validate(args) => validate::run(&args, printer(args.json)),
+        Command::Compare(args) => compare::run(&args, printer(args.json)),
+        Command::History(args) => history::run(&args, printer(args.json)),
+        Command::List(args) => list::run(&args, printer(args.json || args.report_schema)),
     }
 }

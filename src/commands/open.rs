@@ -16,15 +16,16 @@ use crate::cli::print::{Printer, bytes};
 use crate::engine::score;
 use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
 use crate::evaluate::windows::{Convention, plan};
-use crate::format;
+use crate::format::{self, Opened};
 use crate::hub::{self, HubEvent, HubOptions};
 use crate::model::Model;
 use crate::model::block::Chunk;
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::{BosMode, BosRule, Tokenizer};
 
-/// What the demo checkpoint is called.
+/// What the demo checkpoints are called.
 const DEMO_NAME: &str = "quantkit-demo";
+const DEMO_DRAFT_NAME: &str = "quantkit-demo-draft";
 
 /// The files of the demo checkpoint.
 const DEMO: [(&str, &[u8]); 5] = [
@@ -35,13 +36,27 @@ const DEMO: [(&str, &[u8]); 5] = [
     ("tokenizer_config.json", include_bytes!("../../calib/demo/target/tokenizer_config.json")),
 ];
 
+/// The files of a small model with the same tokenizer.
+const DEMO_DRAFT: [(&str, &[u8]); 5] = [
+    ("config.json", include_bytes!("../../calib/demo/draft/config.json")),
+    ("generation_config.json", include_bytes!("../../calib/demo/draft/generation_config.json")),
+    ("model.safetensors", include_bytes!("../../calib/demo/draft/model.safetensors")),
+    ("tokenizer.json", include_bytes!("../../calib/demo/target/tokenizer.json")),
+    ("tokenizer_config.json", include_bytes!("../../calib/demo/draft/tokenizer_config.json")),
+];
+
 /// A model folder that has been found.
 pub struct Located {
     pub dir: PathBuf,
     /// What reports and default file names call it.
     pub name: String,
-    /// Keeps the unpacked demo checkpoint.
+    /// Keeps a folder made for it, such as the unpacked demo checkpoint.
     _unpacked: Option<TempDir>,
+}
+
+/// A model in a folder that is gone with the result.
+pub fn unpacked(dir: PathBuf, name: &str, folder: TempDir) -> Located {
+    Located { dir, name: name.into(), _unpacked: Some(folder) }
 }
 
 /// Finds the model: downloads it, or unpacks the demo, where need be.
@@ -49,37 +64,13 @@ pub fn locate(args: &ModelArgs, printer: Printer) -> Result<Located> {
     let Some(spec) = &args.model else {
         warn_of_revision(args, "the built-in demo checkpoint", printer);
         printer.note("no model given: using the built-in demo checkpoint (Llama architecture, 3.7 M parameters)");
-        let failed = "cannot unpack the demo checkpoint";
-        let unpacked = tempfile::Builder::new().prefix("quantkit-").tempdir().context(failed)?;
-        // Formats that tell the name of a model take that of its folder.
-        let dir = unpacked.path().join(DEMO_NAME);
-        std::fs::create_dir(&dir).context(failed)?;
-        for (name, contents) in DEMO {
-            std::fs::write(dir.join(name), contents).context(failed)?;
-        }
-        return Ok(Located { dir, name: DEMO_NAME.into(), _unpacked: Some(unpacked) });
+        return unpack(DEMO_NAME, &DEMO);
     };
     let path = Path::new(spec);
     if !path.exists() && hub::looks_like_id(spec) {
         let mut options = HubOptions::from_env()?;
         options.revision.clone_from(&args.revision);
-        let (mut bar, mut size, mut done, mut fetched) = (None, 0, 0, 0);
-        let dir = hub::fetch(spec, &options, &mut |event| match event {
-            HubEvent::FileStarted { name, bytes } => {
-                (size, done) = (bytes, 0);
-                bar = Some(printer.transfer(&name, bytes));
-            }
-            HubEvent::Bytes(more) => {
-                (done, fetched) = (done + more, fetched + more);
-                if let Some(bar) = &mut bar {
-                    bar.set(done, size);
-                }
-            }
-            HubEvent::FileDone { .. } => bar = None,
-        })?;
-        if fetched > 0 {
-            printer.note(format!("fetched {} of {spec}", bytes(fetched)));
-        }
+        let dir = transfer(spec, printer, |events| Ok(hub::fetch(spec, &options, events)?))?;
         let name = spec.rsplit('/').next().unwrap_or(spec).to_string();
         return Ok(Located { dir, name, _unpacked: None });
     }
@@ -89,6 +80,50 @@ pub fn locate(args: &ModelArgs, printer: Printer) -> Result<Located> {
         name.map(|n| n.to_string_lossy().into_owned())
     });
     Ok(Located { dir: path.into(), name: name.unwrap_or_else(|| "model".into()), _unpacked: None })
+}
+
+/// The built-in draft of the demo checkpoint.
+pub fn demo_draft(printer: Printer) -> Result<Located> {
+    printer.note("no draft given: using the built-in demo draft (0.7 M parameters)");
+    unpack(DEMO_DRAFT_NAME, &DEMO_DRAFT)
+}
+
+fn unpack(name: &str, files: &[(&str, &[u8])]) -> Result<Located> {
+    let failed = "cannot unpack the demo checkpoint";
+    let unpacked = tempfile::Builder::new().prefix("quantkit-").tempdir().context(failed)?;
+    // Formats that tell the name of a model take that of its folder.
+    let dir = unpacked.path().join(name);
+    std::fs::create_dir(&dir).context(failed)?;
+    for (file, contents) in files {
+        std::fs::write(dir.join(file), contents).context(failed)?;
+    }
+    Ok(Located { dir, name: name.into(), _unpacked: Some(unpacked) })
+}
+
+/// Lets `fetch` bring files of the hub model `spec`, and shows how they come.
+pub fn transfer(
+    spec: &str,
+    printer: Printer,
+    fetch: impl FnOnce(&mut hub::Events<'_>) -> Result<PathBuf>,
+) -> Result<PathBuf> {
+    let (mut bar, mut size, mut done, mut fetched) = (None, 0, 0, 0);
+    let dir = fetch(&mut |event| match event {
+        HubEvent::FileStarted { name, bytes } => {
+            (size, done) = (bytes, 0);
+            bar = Some(printer.transfer(&name, bytes));
+        }
+        HubEvent::Bytes(more) => {
+            (done, fetched) = (done + more, fetched + more);
+            if let Some(bar) = &mut bar {
+                bar.set(done, size);
+            }
+        }
+        HubEvent::FileDone { .. } => bar = None,
+    })?;
+    if fetched > 0 {
+        printer.note(format!("fetched {} of {spec}", bytes(fetched)));
+    }
+    Ok(dir)
 }
 
 fn warn_of_revision(args: &ModelArgs, what: &str, printer: Printer) {
@@ -120,9 +155,14 @@ impl Runnable {
     }
 }
 
-/// Opens a folder or a GGUF file, whatever form its weights have.
+/// The weights of a folder or a GGUF file, whatever form they have.
+pub fn weights(dir: &Path) -> Result<Opened> {
+    Ok(if format::is_file(dir) { format::open_file(dir)? } else { format::open(Checkpoint::open(dir)?)? })
+}
+
+/// Opens a folder or a GGUF file as a model.
 pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
-    let opened = if format::is_file(dir) { format::open_file(dir)? } else { format::open(Checkpoint::open(dir)?)? };
+    let opened = weights(dir)?;
     for warning in &opened.warnings {
         printer.warn(warning);
     }

@@ -5,9 +5,11 @@
 use std::error::Error;
 
 use rayon::prelude::*;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::baseline::{Record as Kept, Settings};
 use super::logits_file::{LogitsFile, LogitsFileError, Record};
 use super::perplexity::BATCH_TOKENS;
 use super::windows::Window;
@@ -29,6 +31,8 @@ pub enum DivergenceError {
     Model { side: &'static str, window: usize, source: ModelError },
     #[error(transparent)]
     LogitsFile(#[from] LogitsFileError),
+    #[error("the reference is known at {found} predictions, and {wanted} or more are asked for")]
+    Records { found: usize, wanted: usize },
     #[error("at window {window}")]
     Stopped { window: usize, source: Box<dyn Error + Send + Sync> },
 }
@@ -45,11 +49,33 @@ pub struct Position {
     /// Negative log-likelihood of the true token, in nats.
     pub nll_reference: f64,
     pub nll_artifact: f64,
+    /// Where the reference is known in part only: what `kl` lies within.
+    pub within: Option<Within>,
+}
+
+/// What is certain about a divergence that is estimated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Within {
+    pub least: f64,
+    pub most: f64,
+    /// Variance of the estimate, from what was drawn.
+    pub variance: f64,
 }
 
 /// The other side of the comparison.
 pub enum Reference<'a> {
     Model(&'a Model),
+    /// A model, of whose predictions something is kept: a record a prediction is added to the list.
+    Keep {
+        model: &'a Model,
+        settings: Settings,
+        records: &'a mut Vec<Kept>,
+    },
+    /// What was kept of a model with a vocabulary of this size: a record a prediction.
+    Kept {
+        vocab: usize,
+        records: &'a [Kept],
+    },
     /// The windows must be the file's own.
     File(&'a mut LogitsFile),
 }
@@ -57,7 +83,8 @@ pub enum Reference<'a> {
 impl Reference<'_> {
     fn vocab(&self) -> usize {
         match self {
-            Reference::Model(model) => model.config.vocab,
+            Reference::Model(model) | Reference::Keep { model, .. } => model.config.vocab,
+            Reference::Kept { vocab, .. } => *vocab,
             Reference::File(file) => file.vocab,
         }
     }
@@ -99,8 +126,8 @@ where
         };
         go_on()?;
         let original = match &reference {
-            Reference::Model(model) => Some(predict(model, "reference")?),
-            Reference::File(_) => None,
+            Reference::Model(model) | Reference::Keep { model, .. } => Some(predict(model, "reference")?),
+            Reference::File(_) | Reference::Kept { .. } => None,
         };
         let quantized = predict(artifact, "artifact")?;
         let targets: Vec<u32> = batch.iter().flat_map(|w| &w.tokens[w.score_from..]).copied().collect();
@@ -110,18 +137,31 @@ where
             let rows = i * step..i * step + targets.len();
             let other = quantized.logits(rows.clone()).map_err(failed("artifact"))?;
             let pairs = other.par_chunks(vocab).zip(targets);
-            match (&mut reference, &original) {
-                (Reference::File(file), _) => {
+            let first = positions.len();
+            let one = match &original {
+                Some(original) => original.logits(rows).map_err(failed("reference"))?,
+                None => Vec::new(),
+            };
+            match &mut reference {
+                Reference::File(file) => {
                     let records = file.records(targets.len())?;
                     positions.par_extend(pairs.zip(&records).map(|((row, &t), record)| from_record(record, row, t)));
+                    continue;
                 }
-                (Reference::Model(_), original) => {
-                    let one = original.as_ref().map_or(Ok(Vec::new()), |p| p.logits(rows));
-                    let one = one.map_err(failed("reference"))?;
-                    let one = one.par_chunks(vocab);
-                    positions.par_extend(pairs.zip(one).map(|((row, &t), one)| from_logits(one, row, t)));
+                Reference::Kept { records, .. } => {
+                    let missing = || DivergenceError::Records { found: records.len(), wanted: first + targets.len() };
+                    let records = records.get(first..first + targets.len()).ok_or_else(missing)?;
+                    positions.par_extend(pairs.zip(records).map(|((row, &t), record)| record.compare(row, t)));
+                    continue;
                 }
+                Reference::Keep { settings, records, .. } => {
+                    let rows = one.par_chunks(vocab).zip(targets).enumerate();
+                    let seed = records.len();
+                    records.par_extend(rows.map(|(i, (row, &t))| Kept::of(row, t, (seed + i) as u64, *settings)));
+                }
+                Reference::Model(_) => {}
             }
+            positions.par_extend(pairs.zip(one.par_chunks(vocab)).map(|((row, &t), one)| from_logits(one, row, t)));
         }
         done += batch.len();
     }
@@ -164,6 +204,7 @@ pub fn from_logits(reference: &[f32], artifact: &[f32], target: u32) -> Position
         delta_p: (-nll_artifact).exp() - (-nll_reference).exp(),
         nll_reference,
         nll_artifact,
+        within: None,
     }
 }
 
@@ -193,6 +234,7 @@ pub fn from_record(reference: &Record, artifact: &[f32], target: u32) -> Positio
         delta_p: (-nll_artifact).exp() - (-nll_reference).exp(),
         nll_reference,
         nll_artifact,
+        within: None,
     }
 }
 
@@ -223,7 +265,7 @@ impl Mean {
 }
 
 /// At how many positions both hold the same token for the likeliest.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SameTop {
     /// 0 to 1.
     pub share: f64,
@@ -231,7 +273,7 @@ pub struct SameTop {
 }
 
 /// Divergence in nats over all positions.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct KlFigures {
     pub mean: f64,
     pub stderr: f64,
@@ -244,7 +286,7 @@ pub struct KlFigures {
 }
 
 /// Change of the true token's probability.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DeltaP {
     pub mean: f64,
     pub stderr: f64,
@@ -262,7 +304,7 @@ pub struct DeltaP {
 }
 
 /// Perplexities of both over the same positions.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Perplexities {
     pub reference: f64,
     pub artifact: f64,
@@ -276,7 +318,7 @@ pub struct Perplexities {
 }
 
 /// All figures of a comparison.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Divergence {
     pub kl: KlFigures,
     pub same_top: SameTop,
@@ -337,6 +379,34 @@ impl Divergence {
                 log_ratio_stderr: ratio.stderr,
             },
             positions: positions.len(),
+        })
+    }
+}
+
+/// What is certain about a mean divergence that is estimated, because the reference is known in part only.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KlBound {
+    /// The mean is no less,
+    pub lower: f64,
+    /// and no more.
+    pub upper: f64,
+    /// Standard error that the estimate owes to what was drawn; it is part of the standard error of the mean.
+    pub sampling_stderr: f64,
+}
+
+impl KlBound {
+    /// `None` where the divergence is exact.
+    pub fn of(positions: &[Position]) -> Option<Self> {
+        if positions.iter().all(|p| p.within.is_none()) {
+            return None;
+        }
+        let n = positions.len() as f64;
+        let exact = |p: &Position| p.within.unwrap_or(Within { least: p.kl, most: p.kl, variance: 0.0 });
+        let sum = |f: fn(Within) -> f64| positions.iter().map(|p| f(exact(p))).sum::<f64>();
+        Some(Self {
+            lower: sum(|w| w.least) / n,
+            upper: sum(|w| w.most) / n,
+            sampling_stderr: sum(|w| w.variance).sqrt() / n,
         })
     }
 }
@@ -416,6 +486,7 @@ mod tests {
             delta_p,
             nll_reference,
             nll_artifact,
+            within: None,
         };
         let positions = [at(0.3, true, 0.3, 1.0, 1.5), at(0.1, false, -0.4, 3.0, 3.1), at(0.2, true, 0.0, 2.0, 2.3)];
         let got = Divergence::of(&positions).unwrap();

@@ -137,6 +137,11 @@ impl LogitsFile {
     }
 }
 
+/// Bytes that the file takes for a prediction over a vocabulary of this size.
+pub fn record_bytes(vocab: usize) -> usize {
+    2 * record_words(vocab)
+}
+
 /// Words of a record: four for the two floats, and an even number of codes.
 fn record_words(vocab: usize) -> usize {
     4 + vocab.next_multiple_of(2)

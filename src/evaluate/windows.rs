@@ -6,13 +6,14 @@
 use std::fmt;
 use std::str::FromStr;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::model::tokenizer::{BosHabit, BosRule};
 
 /// A way to cut a text into windows and to choose the tokens that count.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Convention {
     /// The GPTQ paper's code, followed by AWQ, SmoothQuant, OmniQuant and QuIP#: the text tokenized once, windows

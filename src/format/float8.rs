@@ -88,6 +88,8 @@ pub struct Found {
     pub rows: usize,
     pub cols: usize,
     pub tile: (usize, usize),
+    /// What the tile is by its nature.
+    pub shared: Tile,
     pub inputs: InputsKind,
     pub names: Names,
 }
@@ -114,7 +116,7 @@ impl Found {
         if inputs.is_static() {
             tensors.one(names.input, FLOATS)?;
         }
-        Ok(Self { rows, cols, tile: tile.size(rows, cols), inputs, names })
+        Ok(Self { rows, cols, tile: tile.size(rows, cols), shared: tile, inputs, names })
     }
 }
 

@@ -1,5 +1,7 @@
 //! The seam of formats, on the side of writing: what a linear becomes on disk.
 
+use std::collections::BTreeMap;
+
 use half::f16;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -244,4 +246,22 @@ const SIZES: [i32; 7] = [1024, 512, 256, 128, 64, 32, 16];
 pub fn fitting(layout: &dyn Layout, rows: usize, cols: usize, scheme: Scheme) -> impl Iterator<Item = Scheme> {
     let sizes = SIZES.into_iter().filter_map(GroupSize::new);
     sizes.map(move |group_size| Scheme { group_size, ..scheme }).filter(move |s| layout.check(rows, cols, *s).is_ok())
+}
+
+/// The tensors of an artifact from those of its source: a quantized linear's `weight` is replaced by what `layout`
+/// has for it, everything else stays.
+pub fn laid_out(
+    source: impl IntoIterator<Item = TensorSpec>,
+    modules: &[Module],
+    layout: &dyn Layout,
+) -> Vec<TensorSpec> {
+    let quantized: BTreeMap<&str, _> = modules.iter().filter_map(|m| Some((m.name.as_str(), (m, m.scheme?)))).collect();
+    let mut specs = Vec::new();
+    for spec in source {
+        match spec.name.strip_suffix(".weight").and_then(|module| quantized.get(module)) {
+            Some((module, scheme)) => specs.extend(layout.specs(module, *scheme)),
+            None => specs.push(spec),
+        }
+    }
+    specs
 }

@@ -7,6 +7,7 @@ use std::io::{self, Read};
 use std::path::{Component, Path, PathBuf};
 
 use rayon::prelude::*;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -19,7 +20,7 @@ use super::pretty;
 pub const FILE: &str = "quantkit.json";
 
 /// A file as it was read or written.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FileRecord {
     /// Name inside its folder.
     pub file: String,
@@ -110,7 +111,8 @@ pub fn verify_manifest(dir: &Path) -> Result<Vec<Mismatch>, ManifestError> {
     Ok(found.into_iter().flatten().collect())
 }
 
-fn compare(dir: &Path, record: &FileRecord) -> Result<Option<Mismatch>, ManifestError> {
+/// What is wrong with a file of `dir`, if anything.
+pub fn compare(dir: &Path, record: &FileRecord) -> Result<Option<Mismatch>, ManifestError> {
     let FileRecord { file, bytes, sha256 } = record.clone();
     let path = dir.join(&file);
     if !path.is_file() {

@@ -12,8 +12,10 @@ pub mod gptq;
 pub mod layout;
 pub mod manifest;
 pub mod safetensors;
+pub mod sizes;
 mod stored;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -22,8 +24,12 @@ use thiserror::Error;
 pub use manifest::verify_manifest;
 
 use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::model::config::ModelConfig;
 use crate::model::source::{DenseSource, WeightSource};
+use crate::scheme::Scheme;
 use crate::tensor::Dtype;
+use consumers::{Kind, Module, Plan};
+use layout::KvScales;
 
 /// A stored form of quantized weights that can be read.
 struct Format {
@@ -50,8 +56,50 @@ pub struct Opened {
     /// The `quant_method`, or `None` for plain floats.
     pub method: Option<&'static str>,
     pub source: Box<dyn WeightSource>,
+    /// How linears of a folder are stored; `None` for plain floats and for blocks of GGUF.
+    pub quantization: Option<Quantization>,
     /// What is odd about the folder, yet readable.
     pub warnings: Vec<String>,
+}
+
+/// What consumers look at in a quantized folder.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Quantization {
+    /// Of all linears; of the first where they differ.
+    pub kind: Kind,
+    /// What the config says of most linears, or that of the first.
+    pub base: Scheme,
+    /// By module; all others are floats.
+    pub schemes: BTreeMap<String, Scheme>,
+    /// Scales of keys and values.
+    pub kv_cache: Option<KvScales>,
+}
+
+impl Quantization {
+    /// The folder as consumers look at it.
+    pub fn plan(&self, config: &ModelConfig) -> Plan {
+        let modules = config.linears().into_iter().map(|(name, rows, cols)| {
+            let scheme = self.schemes.get(&name).copied();
+            Module { name, rows, cols, scheme }
+        });
+        Plan {
+            scheme: self.base,
+            kind: self.kind,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            kv_cache: self.kv_cache,
+            modules: modules.collect(),
+        }
+    }
+}
+
+/// What shares the scales of keys and values that a folder holds, if it holds any.
+pub fn cache_scales(checkpoint: &Checkpoint) -> Option<KvScales> {
+    let scale = |name: &&String| [".k_scale", ".v_scale"].iter().any(|end| name.ends_with(end));
+    let mut found = checkpoint.tensors().iter().filter(|(name, _)| scale(name)).peekable();
+    found.peek()?;
+    let single = found.all(|(_, entry)| entry.shape.iter().product::<usize>() == 1);
+    Some(if single { KvScales::Tensor } else { KvScales::Head })
 }
 
 /// Why a quantized folder cannot be read.
@@ -77,7 +125,12 @@ pub fn open(checkpoint: Checkpoint) -> Result<Opened, FormatError> {
             let why = format!("there is none, yet tensor `{name}` is {}: nothing says how it is scaled", Dtype::F8E4M3);
             return Err(FormatError::Config { path: checkpoint.dir().join("config.json"), why });
         }
-        return Ok(Opened { method: None, source: Box::new(DenseSource(checkpoint)), warnings: vec![] });
+        return Ok(Opened {
+            method: None,
+            source: Box::new(DenseSource(checkpoint)),
+            quantization: None,
+            warnings: vec![],
+        });
     };
     match FORMATS.iter().find(|format| format.method == found.method) {
         Some(format) => (format.open)(checkpoint, &found),
@@ -98,7 +151,12 @@ pub fn is_file(path: &Path) -> bool {
 pub fn open_file(path: &Path) -> Result<Opened, FormatError> {
     let source = gguf::source::GgufSource::open(path)?;
     let warnings = source.warnings().to_vec();
-    Ok(Opened { method: source.is_quantized().then_some("gguf"), source: Box::new(source), warnings })
+    Ok(Opened {
+        method: source.is_quantized().then_some("gguf"),
+        source: Box::new(source),
+        quantization: None,
+        warnings,
+    })
 }
 
 /// Indented JSON with a closing newline, as model folders hold it.

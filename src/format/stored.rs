@@ -5,10 +5,12 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
-use super::{FormatError, config};
+use super::consumers::Kind;
+use super::{FormatError, Quantization, cache_scales, config};
 use crate::backend::weight::Weight;
 use crate::checkpoint::{Checkpoint, Entry};
 use crate::model::source::{SourceError, WeightSource, dense};
+use crate::scheme::Scheme;
 use crate::tensor::{Dtype, bytes_to_words, widened};
 
 /// Element types of scales.
@@ -111,6 +113,15 @@ impl<L: Linear> StoredSource<L> {
         };
         let modules = names.par_iter().map(read).collect::<Result<_, _>>()?;
         Ok(Self { checkpoint, modules })
+    }
+}
+
+impl<L> StoredSource<L> {
+    /// The linears, as consumers look at them.
+    pub fn quantization(&self, of: impl Fn(&L) -> (Kind, Scheme)) -> Option<Quantization> {
+        let (kind, base) = of(self.modules.values().next()?);
+        let schemes = self.modules.iter().map(|(name, linear)| (name.clone(), of(linear).1)).collect();
+        Some(Quantization { kind, base, schemes, kv_cache: cache_scales(&self.checkpoint) })
     }
 }
 

@@ -78,6 +78,29 @@ pub fn fetch(id: &str, options: &HubOptions, events: &mut Events<'_>) -> Result<
     remote.finish()
 }
 
+/// Downloads `config.json` of the model `id` alone, as far as it is not in the cache yet, and returns the folder that
+/// holds it. Weights may be there or not.
+pub fn fetch_config(id: &str, options: &HubOptions, events: &mut Events<'_>) -> Result<PathBuf, HubError> {
+    if !legal_id(id) {
+        return Err(HubError::BadId { id: id.into() });
+    }
+    let revision = options.revision.as_deref().unwrap_or("main");
+    if !cache::legal_revision(revision) {
+        return Err(HubError::BadRevision { revision: revision.into() });
+    }
+    let store = Store::new(&options.cache_dir(), id);
+    if options.offline {
+        return offline(id, revision, options, &store);
+    }
+    let (mut remote, names) = Remote::open(id, revision, options, &store)?;
+    if !select::checked(id, names)?.iter().any(|name| name == CONFIG) {
+        return Err(HubError::NoConfig { id: id.into(), revision: revision.into() });
+    }
+    let mut dir = remote.obtain(CONFIG, events)?;
+    dir.pop();
+    Ok(dir)
+}
+
 /// Whether this can be a hub id (`org/name`) rather than a path: one slash, legal characters, and nothing
 /// of that name on disk.
 pub fn looks_like_id(spec: &str) -> bool {

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use super::config::ModelConfig;
 use super::source::{SourceError, WeightSource};
 use super::{Model, ModelError};
+use crate::backend::cache::{Layer, Pool};
 use crate::backend::tensor::Tensor;
-use crate::backend::{AttentionShape, Backend, Batch, DeviceError, KvCache, Matrix};
+use crate::backend::{AttentionShape, Backend, Batch, DeviceError, Matrix};
 
 /// A linear layer, with the path that tensor names and reports use.
 #[derive(Clone, Debug)]
@@ -152,6 +153,15 @@ impl Block {
         }
     }
 
+    /// The weight of the norm whose output the linears of `stage` read, where there is one.
+    pub fn norm_before(&self, stage: Stage) -> Option<&Tensor> {
+        match stage {
+            Stage::Qkv => Some(&self.attention_norm),
+            Stage::GateUp => Some(&self.mlp_norm),
+            Stage::Output | Stage::Down => None,
+        }
+    }
+
     /// The matrices of all linears.
     pub fn matrices(&self) -> Vec<&Matrix> {
         self.all_linears().map(|linear| &linear.weight).collect()
@@ -162,13 +172,12 @@ impl Block {
         Stage::ALL.into_iter().flat_map(|stage| self.linears(stage))
     }
 
-    /// Takes `chunks` through the block, all chunks stage by stage. `caches` are per sequence, for a single
-    /// chunk.
+    /// Takes `chunks` through the block, all chunks stage by stage. Over a pool, the batches have tables.
     pub fn run<E: From<DeviceError>>(
         &self,
         model: &Model,
         chunks: &mut [Chunk],
-        mut caches: Option<&mut [KvCache]>,
+        mut pool: Option<&mut Pool>,
         tap: &mut Tap<E>,
     ) -> Result<(), E> {
         let (config, backend) = (&model.config, model.backend());
@@ -177,7 +186,7 @@ impl Block {
         let mut attended = Vec::with_capacity(chunks.len());
         for (chunk, x) in chunks.iter().zip(inputs) {
             let [q, k, v] = self.queries_keys_values(model, &chunk.batch, &x, chunk.instead(&swapped))?;
-            attended.push(self.attend(model, &chunk.batch, [&q, &k, &v], caches.as_deref_mut())?);
+            attended.push(self.attend(model, &chunk.batch, [&q, &k, &v], pool.as_deref_mut())?);
         }
         let swapped = tap(Stage::Output, &attended)?;
         let next = Some(&self.mlp_norm);
@@ -233,12 +242,13 @@ impl Block {
         Ok([q, k, v])
     }
 
-    fn attend(
+    /// Attention, before the output projection. A pool takes up the keys and values.
+    pub fn attend(
         &self,
         model: &Model,
         batch: &Batch,
         [q, k, v]: [&Tensor; 3],
-        caches: Option<&mut [KvCache]>,
+        pool: Option<&mut Pool>,
     ) -> Result<Tensor, DeviceError> {
         let config = &model.config;
         let shape = AttentionShape {
@@ -249,7 +259,8 @@ impl Block {
             window: config.layers[self.index].window,
             softcap: config.attention_softcap,
         };
-        model.backend().attention(q, k, v, batch, &shape, caches)
+        let layer = pool.map(|pool| Layer { pool, index: self.index });
+        model.backend().attention(q, k, v, batch, &shape, layer)
     }
 
     fn gate_up(&self, model: &Model, x: &Tensor, swapped: Option<&[Matrix]>) -> Result<Tensor, DeviceError> {

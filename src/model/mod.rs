@@ -1,10 +1,12 @@
 //! Architectures as data, block mathematics over a backend, tokenizer, chat template.
 
 pub mod block;
+mod cache_scales;
 pub mod chat;
 pub mod config;
 pub mod families;
 pub mod fold;
+mod parts;
 pub mod rope;
 pub mod source;
 pub mod tokenizer;
@@ -13,8 +15,9 @@ use std::sync::{Arc, Mutex};
 
 use thiserror::Error;
 
+use crate::backend::cache::Pool;
 use crate::backend::tensor::Tensor;
-use crate::backend::{Backend, Batch, DeviceError, KvCache, Matrix, RopeTable, Span};
+use crate::backend::{Backend, Batch, DeviceError, Matrix, RopeTable, Span};
 use crate::checkpoint::Checkpoint;
 use block::{Block, Chunk};
 use config::{ConfigError, ModelConfig};
@@ -132,12 +135,11 @@ impl Model {
         Ok(Chunk { hidden, batch, original: false })
     }
 
-    /// Takes chunks through all blocks; `caches[layer][sequence]`, for a single chunk.
-    pub fn forward(&self, chunks: &mut [Chunk], mut caches: Option<&mut [Vec<KvCache>]>) -> Result<(), ModelError> {
+    /// Takes chunks through all blocks. Over a pool, their batches have tables.
+    pub fn forward(&self, chunks: &mut [Chunk], mut pool: Option<&mut Pool>) -> Result<(), ModelError> {
         for block in &self.blocks {
-            let caches = caches.as_deref_mut().map(|c| &mut c[block.index][..]);
             self.enter(block)?;
-            block.run::<ModelError>(self, chunks, caches, &mut |_, _| Ok(None))?;
+            block.run::<ModelError>(self, chunks, pool.as_deref_mut(), &mut |_, _| Ok(None))?;
             self.leave(block);
         }
         Ok(())

@@ -6,6 +6,8 @@ use std::ops::Range;
 use gemm::Parallelism;
 use rayon::prelude::*;
 
+use super::few::SIDE;
+
 /// Output columns per task: small enough to share narrow layers over cores, wide enough for the kernels.
 const TILE: usize = 192;
 /// Rows of a Gram matrix per task.
@@ -16,7 +18,7 @@ const GRAM_TILE: usize = TILE;
 const GRAM_ROWS: usize = 256;
 /// Output rows per task.
 const CHUNK: usize = 1024;
-/// Weights that one vector is multiplied with per task.
+/// Products of a task, for few rows.
 const AT_ONCE: usize = 1 << 16;
 
 /// A strided view for [`product`]: element (r, c) is `data[r * row + c * col]`.
@@ -124,10 +126,33 @@ pub fn linear(
     });
 }
 
-/// `out[n] = sum_k x[k] w[n, k]` for one vector `x`, of which `products(rows, out)` gives the sums of some rows of w.
-pub fn linear_of_one(k: usize, products: &(dyn Fn(Range<usize>, &mut [f32]) + Sync), out: &mut [f32]) {
-    let rows = (AT_ONCE / k.max(1)).max(1);
-    out.par_chunks_mut(rows).enumerate().for_each(|(i, out)| products(i * rows..i * rows + out.len(), out));
+/// `out[t, n] = sum_k x[t, k] w[n, k]` for few rows of `x`, `k` values each; `products(rows, out)` gives the sums of some
+/// rows of w as `[rows, t]`.
+pub fn linear_of_few(
+    t: usize,
+    k: usize,
+    n: usize,
+    products: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
+    out: &mut [f32],
+) {
+    assert!(Some(out.len()) == t.checked_mul(n));
+    let tile = (AT_ONCE / (t * k).max(1)).max(1).next_multiple_of(SIDE);
+    if t == 1 {
+        return out.par_chunks_mut(tile).enumerate().for_each(|(i, out)| products(i * tile..i * tile + out.len(), out));
+    }
+    let shared = Shared(out.as_mut_ptr());
+    let shared = &shared;
+    (0..n.div_ceil(tile)).into_par_iter().for_each_init(Vec::new, |buffer: &mut Vec<f32>, task| {
+        let rows = task * tile..(task * tile + tile).min(n);
+        buffer.resize(rows.len() * t, 0.0);
+        products(rows.clone(), buffer);
+        for (n_at, sums) in rows.zip(buffer.chunks_exact(t)) {
+            for (r, sum) in sums.iter().enumerate() {
+                // SAFETY: tasks own disjoint columns of `out`, which the assertion above sized.
+                unsafe { *shared.0.add(r * n + n_at) = *sum };
+            }
+        }
+    });
 }
 
 /// Adds the lower triangle of X'X to `acc` (`k` x `k`, row-major). Products of [`GRAM_ROWS`] rows are summed in

@@ -3,9 +3,12 @@
 
 pub mod bits;
 pub mod e4m3;
+pub mod e5m2;
+pub mod few;
 pub mod ggml;
 pub mod int8;
 pub mod lanes;
 pub mod linalg;
 pub mod matmul;
+pub mod short;
 pub mod simd;

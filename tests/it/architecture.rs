@@ -363,7 +363,8 @@ fn unsafe_has_its_rooms() {
 
 #[test]
 fn no_file_is_too_long() {
-    let written = |(path, _): &(String, String)| !path.starts_with("kernels/ptx/");
+    let made = |path: &str| path.starts_with("kernels/ptx/") || path == "src/report/schema.json";
+    let written = |(path, _): &(String, String)| !made(path);
     for (path, source) in files("src").into_iter().chain(files("kernels")).filter(written) {
         let lines = source.lines().count();
         assert!(lines <= MAX_LINES, "{path} has {lines} lines; at most {MAX_LINES} may be in one file");

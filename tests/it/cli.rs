@@ -14,7 +14,7 @@ use crate::support::scene::Scene;
 
 const GLOBAL: [&str; 3] = ["--threads", "--quiet", "--help"];
 const MODEL: [&str; 2] = ["[MODEL]", "--revision"];
-const SCHEME: [&str; 6] = ["--bits", "--group-size", "--asym", "--rule", "--skip", "--on-misfit"];
+const SCHEME: [&str; 5] = ["--bits", "--group-size", "--rule", "--skip", "--on-misfit"];
 const CALIBRATION: [&str; 5] = ["--calib", "--nsamples", "--seqlen", "--sampling", "--seed"];
 const OUTPUT: [&str; 12] = [
     "--out",
@@ -66,7 +66,11 @@ fn every_command_explains_itself() {
                 "gguf",
                 "convert",
                 "inspect",
+                "plan",
+                "run",
                 "generate",
+                "compare",
+                "history",
                 "list",
                 "--version",
                 "Exit codes",
@@ -75,14 +79,36 @@ fn every_command_explains_itself() {
             &GLOBAL,
         ],
     );
-    help(&["gptq"], &[&GLOBAL, &MODEL, &SCHEME, &CALIBRATION, &OUTPUT, &GPTQ]);
-    help(&["rtn"], &[&GLOBAL, &MODEL, &SCHEME, &CALIBRATION, &OUTPUT, &["--grid"]]);
-    help(&["eval"], &[&["ppl", "kl"]]);
+    help(&["gptq"], &[&GLOBAL, &MODEL, &SCHEME, &CALIBRATION, &OUTPUT, &GPTQ, &["--asym"]]);
+    help(&["rtn"], &[&GLOBAL, &MODEL, &SCHEME, &CALIBRATION, &OUTPUT, &["--grid", "--asym"]]);
+    help(&["awq"], &[&GLOBAL, &MODEL, &SCHEME, &CALIBRATION, &OUTPUT, &["--sym"]]);
+    help(&["eval"], &[&["ppl", "kl", "kv", "spec"]]);
     let eval = ["--text", "--convention", "--window", "--max-windows", "--bos", "--json", "gptq, llamacpp, lmeval"];
     help(&["eval", "ppl"], &[&GLOBAL, &MODEL, &eval]);
     let kl = ["<ARTIFACT>", "--revision", "--reference", "--reference-logits", "--max-kl", "--min-same-top"];
-    help(&["eval", "kl"], &[&GLOBAL, &kl, &eval]);
+    let baselines = ["--baseline", "--save-baseline"];
+    help(&["eval", "kl"], &[&GLOBAL, &kl, &baselines, &eval]);
+    let spec = [
+        "--draft",
+        "--num-speculative-tokens",
+        "--text",
+        "--prompts",
+        "--max-prompts",
+        "--max-tokens",
+        "--temperature",
+        "--no-speed",
+        "--min-acceptance",
+        "--json",
+    ];
+    help(&["eval", "spec"], &[&GLOBAL, &MODEL, &spec]);
+    let caches = ["--kv-cache-dtype", "fp8,fp8_e5m2,int8", "--max-ppl-increase"];
+    help(&["eval", "kv"], &[&GLOBAL, &MODEL, &eval, &caches]);
+    let validate =
+        ["[ARTIFACT]", "--reference", "--draft", "--skip", "--out", "--label", "--baseline", "--max-kl", "--for"];
+    help(&["validate"], &[&GLOBAL, &eval, &validate]);
     let generate = [
+        "--draft",
+        "--num-speculative-tokens",
         "--prompt",
         "--chat",
         "--system",
@@ -92,13 +118,28 @@ fn every_command_explains_itself() {
         "--top-k",
         "--seed",
         "--ignore-eos",
+        "--prompts",
+        "--num-samples",
+        "--max-num-seqs",
+        "--max-num-batched-tokens",
+        "--kv-cache-dtype",
+        "--gpu-memory-utilization",
+        "--swap-space",
         "--json",
     ];
     help(&["generate"], &[&GLOBAL, &MODEL, &generate]);
     help(&["gguf"], &[&GLOBAL, &MODEL, &["--type", "--out", "--overwrite", "--imatrix", "--tensor-type", "--json"]]);
     help(&["convert"], &[&GLOBAL, &["<FILE>", "--to", "safetensors", "--out", "--dtype", "--json"]]);
-    help(&["inspect"], &[&GLOBAL, &["<PATH>", "--json"]]);
-    help(&["list"], &[&GLOBAL, &["--json"]]);
+    help(&["inspect"], &[&GLOBAL, &["<PATH>", "--verify", "--json"]]);
+    let plan = ["--revision", "--memory", "--reserve", "--context", "--group-size", "--json", "40GiB"];
+    help(&["plan"], &[&GLOBAL, &["[MODEL]"], &plan]);
+    help(&["run"], &[&GLOBAL, &["[RECIPE]", "quantkit.toml", "--only", "--dry-run", "--device", "--json"]]);
+    help(&["list"], &[&GLOBAL, &["--json", "--report-schema"]]);
+    let limits =
+        ["--thresholds", "--max-ppl-increase", "--max-kl", "--max-kl-p99.9", "--min-same-top", "--min-acceptance"];
+    let compare = ["<REPORT>", "--baseline", "--max-bytes", "--for", "--junit", "--markdown", "--html", "--json"];
+    help(&["compare"], &[&GLOBAL, &limits, &compare]);
+    help(&["history"], &[&GLOBAL, &["<DIR>", "--html", "--json"]]);
 }
 
 #[test]

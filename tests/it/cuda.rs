@@ -5,6 +5,7 @@ mod calibration;
 mod commands;
 mod eight_bits;
 mod elementwise;
+mod few_rows;
 mod ggml;
 mod linear;
 mod model;

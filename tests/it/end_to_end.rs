@@ -1,6 +1,8 @@
 //! Whole runs of the program: what they write, say, and measure.
 
 mod artifact;
+mod baseline;
+mod cache;
 mod combinations;
 mod divergence;
 mod evaluate;
@@ -8,8 +10,12 @@ mod generate;
 mod gguf;
 mod inspect;
 mod interruption;
+mod plan;
+mod recipe;
 mod rules;
 mod scaling;
+mod speculation;
+mod validate;
 
 use serde_json::Value;
 

@@ -3,6 +3,8 @@
 
 mod architecture;
 mod bad_input;
+mod baseline;
+mod batching;
 mod cli;
 mod cuda;
 mod emulator;
@@ -16,7 +18,10 @@ mod gguf_metadata;
 mod golden_ggml;
 mod golden_gptq;
 mod hub;
+mod integrity;
 mod kernels;
 mod licences;
+mod modules;
+mod report;
 mod support;
 mod text;

@@ -1,10 +1,9 @@
-//! Causal attention by blocks of queries: scores of one block and head at a time, softmax, values.
+//! Causal attention of sequences over themselves, by blocks of queries: scores of one block and head at a time, softmax, values.
 
 use rayon::prelude::*;
 
 use super::super::tensor::Tensor;
-use super::super::{AttentionShape, KvCache, Span};
-use super::Rows;
+use super::super::{AttentionShape, Span};
 use super::elementwise::softcap;
 use crate::num::matmul::{View, product};
 use crate::num::simd::{self, vectorized};
@@ -23,40 +22,15 @@ struct Task<'a> {
     rows: usize,
 }
 
-pub fn attention(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    spans: &[Span],
-    shape: &AttentionShape,
-    mut caches: Option<&mut [KvCache]>,
-) -> Tensor {
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, spans: &[Span], shape: &AttentionShape) -> Tensor {
     let (width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-    if let Some(caches) = caches.as_deref_mut() {
-        let mut row = 0;
-        for (span, cache) in spans.iter().zip(caches) {
-            let cache = rows(cache);
-            let new = row * kv_width..(row + span.rows) * kv_width;
-            cache.keys.extend_from_slice(&k.as_host()[new.clone()]);
-            cache.values.extend_from_slice(&v.as_host()[new]);
-            row += span.rows;
-        }
-    }
     let mut out = Tensor::zeros(q.rows, width);
     let mut tasks = Vec::new();
     let mut rest = out.as_host_mut();
     let mut row = 0;
-    for (i, span) in spans.iter().enumerate() {
-        let (keys, values) = match &caches {
-            Some(caches) => match &caches[i] {
-                KvCache::Host(rows) => (&rows.keys[..], &rows.values[..]),
-                other => panic!("a host cache is wanted, not {other:?}"),
-            },
-            None => {
-                let own = row * kv_width..(row + span.rows) * kv_width;
-                (&k.as_host()[own.clone()], &v.as_host()[own])
-            }
-        };
+    for span in spans {
+        let own = row * kv_width..(row + span.rows) * kv_width;
+        let (keys, values) = (&k.as_host()[own.clone()], &v.as_host()[own]);
         for block in (0..span.rows).step_by(BLOCK) {
             let rows = BLOCK.min(span.rows - block);
             let (out, after) = std::mem::take(&mut rest).split_at_mut(rows * width);
@@ -68,13 +42,6 @@ pub fn attention(
     }
     tasks.into_par_iter().for_each_init(Vec::new, |scores, task| one_block(task, shape, scores));
     out
-}
-
-fn rows(cache: &mut KvCache) -> &mut Rows {
-    match cache {
-        KvCache::Host(rows) => rows,
-        other => panic!("a host cache is wanted, not {other:?}"),
-    }
 }
 
 fn one_block(task: Task, shape: &AttentionShape, scores: &mut Vec<f32>) {

@@ -4,26 +4,30 @@ use super::super::weight::Weight;
 use super::rounding;
 use crate::num::{int8, matmul};
 
-/// `out` = x W' for rows of `weight.cols()` values: bytes by bytes in integers, all else in f32, by panels or, where there
-/// is one row, from the stored form.
+/// Rows up to which each has the same results as alone; they are multiplied from the stored form. More go through panels.
+pub const FEW_ROWS: usize = 64;
+
+/// `out` = x W' for rows of `weight.cols()` values: bytes by bytes in integers, all else in f32.
 pub fn linear(x: &[f32], rows: usize, weight: &Weight, out: &mut [f32]) {
-    let cols = weight.cols();
-    let by_panels = |x: &[f32], out: &mut [f32]| {
-        matmul::linear(x, rows, cols, weight.rows(), &|rows, b| weight.panel(rows, b), out);
+    let (n, cols) = (weight.rows(), weight.cols());
+    let product = |x: &[f32], out: &mut [f32]| {
+        if rows <= FEW_ROWS {
+            matmul::linear_of_few(rows, cols, n, &|outputs, out| weight.products(outputs, x, out), out);
+        } else {
+            matmul::linear(x, rows, cols, n, &|outputs, b| weight.panel(outputs, b), out);
+        }
     };
     match weight {
         Weight::Int8(w) => match rounding::bytes(x, cols, w.inputs) {
+            // Sums of integers are the same in any order.
             Some(x) => int8::linear(&x, &w.values, &w.scales, out),
-            None => by_panels(x, out),
+            None => product(x, out),
         },
         Weight::Fp8(w) => match rounding::floats(x, cols, w.inputs) {
-            Some(x) => by_panels(&x, out),
-            None => by_panels(x, out),
+            Some(x) => product(&x, out),
+            None => product(x, out),
         },
-        Weight::Dense(_) | Weight::Gptq(_) | Weight::Ggml(_) if rows == 1 => {
-            matmul::linear_of_one(cols, &|rows, out| weight.products(rows, x, out), out);
-        }
-        Weight::Dense(_) | Weight::Gptq(_) | Weight::Ggml(_) => by_panels(x, out),
+        Weight::Dense(_) | Weight::Gptq(_) | Weight::Ggml(_) => product(x, out),
     }
 }
 

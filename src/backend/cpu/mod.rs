@@ -1,19 +1,21 @@
 //! The CPU backend, and the reference for the others: f32 but for products of bytes, stored weights widened by panels, or
-//! multiplied from their stored form where there is one row.
+//! multiplied from their stored form where there are few rows.
 
 mod attention;
+pub(super) mod cache;
 mod elementwise;
 mod linear;
+mod paged;
 mod rounding;
 
 use rayon::prelude::*;
 
+use super::cache::{CacheType, Layer, Memory, Pool, PoolShape, SavedBlocks, Tables};
 use super::solver::Solver;
 use super::tensor::Tensor;
 use super::weight::Weight;
 use super::{
-    Activation, AttentionShape, Backend, Batch, CacheShape, DeviceError, Done, Drift, Gram, KvCache, Matrix, Recording,
-    RopeTable, Span,
+    Activation, AttentionShape, Backend, Batch, DeviceError, Done, Drift, Gram, Matrix, Recording, RopeTable, Span,
 };
 use crate::num::{matmul, simd};
 
@@ -21,15 +23,21 @@ use crate::num::{matmul, simd};
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cpu;
 
-/// Keys and values of one sequence in one layer, row by row.
-#[derive(Clone, Debug, Default)]
-pub struct Rows {
-    pub keys: Vec<f32>,
-    pub values: Vec<f32>,
-}
-
 /// Logits held at once while scoring, so that large vocabularies do not decide the memory needed.
 const LOGITS_AT_ONCE: usize = 16 << 20;
+
+/// An error of this device.
+fn failed(why: impl Into<String>) -> DeviceError {
+    DeviceError { device: "cpu".into(), why: why.into() }
+}
+
+/// The codes of a pool in host memory.
+fn store(pool: &mut Pool) -> Done<&mut cache::Store> {
+    match &mut pool.memory {
+        Memory::Host(store) => Ok(store),
+        Memory::Cuda(_) => Err(failed("a key-value cache of another backend")),
+    }
+}
 
 impl Backend for Cpu {
     fn device(&self) -> String {
@@ -42,6 +50,10 @@ impl Backend for Cpu {
 
     fn devices(&self) -> usize {
         1
+    }
+
+    fn few_rows(&self) -> usize {
+        linear::FEW_ROWS
     }
 
     fn free_memory(&self) -> Option<u64> {
@@ -72,16 +84,17 @@ impl Backend for Cpu {
         Ok(x.as_host().to_vec())
     }
 
-    fn row(&self, x: &Tensor, row: usize) -> Done<Tensor> {
-        Ok(Tensor::host(1, x.cols, x.as_host()[row * x.cols..(row + 1) * x.cols].to_vec()))
+    fn rows(&self, x: &Tensor, rows: &[usize]) -> Done<Tensor> {
+        let data = rows.iter().flat_map(|row| &x.as_host()[row * x.cols..(row + 1) * x.cols]).copied().collect();
+        Ok(Tensor::host(rows.len(), x.cols, data))
     }
 
-    fn batch(&self, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch> {
-        Ok(Batch::host(ids, spans))
+    fn paged_batch(&self, ids: Vec<u32>, spans: Vec<Span>, tables: Tables) -> Done<Batch> {
+        Ok(Batch { ids, spans, tables, cuda: None })
     }
 
-    fn rebatch(&self, _batch: &Batch, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch> {
-        Ok(Batch::host(ids, spans))
+    fn rebatch(&self, _batch: &Batch, ids: Vec<u32>, spans: Vec<Span>, tables: Tables) -> Done<Batch> {
+        self.paged_batch(ids, spans, tables)
     }
 
     fn embed(&self, table: &Matrix, batch: &Batch, scale: f32) -> Done<Tensor> {
@@ -133,12 +146,30 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn caches(&self, shape: CacheShape) -> Done<Vec<Vec<KvCache>>> {
-        let empty = || KvCache::Host(Rows::default());
-        Ok((0..shape.layers).map(|_| (0..shape.sequences).map(|_| empty()).collect()).collect())
+    fn cache_type(&self) -> CacheType {
+        CacheType::F32
     }
 
-    fn reserve(&self, _caches: &mut [Vec<KvCache>], _batch: &Batch) -> Done<()> {
+    fn pool(&self, shape: PoolShape) -> Done<Pool> {
+        shape.check().map_err(failed)?;
+        let memory = Memory::Host(cache::Store::new(&shape));
+        Ok(Pool { shape, memory })
+    }
+
+    fn copy_blocks(&self, pool: &mut Pool, pairs: &[(u32, u32)]) -> Done<()> {
+        store(pool)?.copy(pairs);
+        Ok(())
+    }
+
+    fn save_blocks(&self, pool: &Pool, blocks: &[u32]) -> Done<SavedBlocks> {
+        match &pool.memory {
+            Memory::Host(store) => Ok(store.save(blocks)),
+            Memory::Cuda(_) => Err(failed("a key-value cache of another backend")),
+        }
+    }
+
+    fn restore_blocks(&self, pool: &mut Pool, blocks: &[u32], saved: &SavedBlocks) -> Done<()> {
+        store(pool)?.restore(blocks, saved);
         Ok(())
     }
 
@@ -149,9 +180,16 @@ impl Backend for Cpu {
         v: &Tensor,
         batch: &Batch,
         shape: &AttentionShape,
-        caches: Option<&mut [KvCache]>,
+        layer: Option<Layer>,
     ) -> Done<Tensor> {
-        Ok(attention::attention(q, k, v, &batch.spans, shape, caches))
+        let Some(Layer { pool, index }) = layer else {
+            return Ok(attention::attention(q, k, v, &batch.spans, shape));
+        };
+        batch.tables.check(&batch.spans, pool.shape.blocks).map_err(failed)?;
+        let Pool { shape: pool, memory: Memory::Host(store) } = pool else {
+            return Err(failed("a key-value cache of another backend"));
+        };
+        Ok(paged::attention([q, k, v], batch, shape, store, pool, index))
     }
 
     fn gated(&self, gate: &Tensor, up: &Tensor, activation: Activation) -> Done<Tensor> {

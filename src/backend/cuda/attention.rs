@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use super::super::cache::{CacheType, Layer, Memory};
 use super::super::tensor::Tensor;
-use super::super::{AttentionShape, Done, KvCache, Span};
+use super::super::{AttentionShape, Batch, Done};
 use super::batch::{Keys, OnDevice};
-use super::cache::{CacheType, Pages};
-use super::device::{Device, Launch};
+use super::cache::Store;
+use super::device::Launch;
 use super::floats;
+use super::linear::FEW_ROWS;
 use super::memory::Buffer;
 
 /// Head dimensions that kernels are made for; others are filled up to the next.
@@ -42,10 +44,16 @@ const OVER_F16: Kernels = Kernels {
     decode: ["attention_decode_f16_64", "attention_decode_f16_128", "attention_decode_f16_256"],
 };
 
-const OVER_FP8: Kernels = Kernels {
+const OVER_E4M3: Kernels = Kernels {
     append: "cache_append_e4m3",
     prefill: ["attention_pages_e4m3_64", "attention_pages_e4m3_128", "attention_pages_e4m3_256"],
     decode: ["attention_decode_e4m3_64", "attention_decode_e4m3_128", "attention_decode_e4m3_256"],
+};
+
+const OVER_E5M2: Kernels = Kernels {
+    append: "cache_append_e5m2",
+    prefill: ["attention_pages_e5m2_64", "attention_pages_e5m2_128", "attention_pages_e5m2_256"],
+    decode: ["attention_decode_e5m2_64", "attention_decode_e5m2_128", "attention_decode_e5m2_256"],
 };
 
 const OVER_INT8: Kernels = Kernels {
@@ -54,17 +62,15 @@ const OVER_INT8: Kernels = Kernels {
     decode: ["attention_decode_i8_64", "attention_decode_i8_128", "attention_decode_i8_256"],
 };
 
-/// See [`super::super::Backend::attention`]. Room in the caches has been reserved.
+/// See [`super::super::Backend::attention`]. The tables of `batch` have been checked.
 pub fn attention(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    batch: &OnDevice,
-    spans: &[Span],
+    [q, k, v]: [&Tensor; 3],
+    batch: &Batch,
+    places: &OnDevice,
     shape: &AttentionShape,
-    caches: Option<&mut [KvCache]>,
+    layer: Option<Layer>,
 ) -> Done<Tensor> {
-    let device = &batch.device;
+    let device = &places.device;
     let Some(size) = SIZES.iter().position(|&size| shape.head_dim <= size && shape.head_dim.is_multiple_of(2)) else {
         return Err(device.failed(format!(
             "attention heads of {} channels; the kernels take even numbers up to {}",
@@ -73,13 +79,13 @@ pub fn attention(
         )));
     };
     let out = floats(device, q.rows, q.cols)?;
-    match caches {
-        Some(caches) => over_cache([q, k, v], batch, spans, shape, caches, size, &out)?,
+    match layer {
+        Some(layer) => over_cache([q, k, v], batch, places, shape, layer, size, &out)?,
         None => {
-            let launch = device.launch(OVER_ROWS[size], [batch.tasks, shape.heads, 1], THREADS);
+            let launch = device.launch(OVER_ROWS[size], [places.tasks, shape.heads, 1], THREADS);
             let launch = launch.shared(prefill_memory(size, None));
             let launch = launch.buffer(q.buffer()).buffer(k.buffer()).buffer(v.buffer()).buffer(&out);
-            shaped(launch.buffer_at(&batch.buffer, batch.tasks(Keys::Rows)), shape).go()?;
+            shaped(launch.buffer_at(&places.buffer, places.tasks(Keys::Rows)), shape).go()?;
         }
     }
     Ok(Tensor::cuda(q.rows, q.cols, out))
@@ -87,74 +93,75 @@ pub fn attention(
 
 fn over_cache(
     [q, k, v]: [&Tensor; 3],
-    batch: &OnDevice,
-    spans: &[Span],
+    batch: &Batch,
+    places: &OnDevice,
     shape: &AttentionShape,
-    caches: &[KvCache],
+    layer: Layer,
     size: usize,
     out: &Buffer,
 ) -> Done<()> {
-    let device = &batch.device;
-    let Some(cache) = tables_of(device, caches, spans.len())? else { return Ok(()) };
-    if !Arc::ptr_eq(device, &cache.pool.device) {
-        return Err(device.failed(format!("a cache on {}; sequences stay on one device", cache.pool.device.name)));
+    let device = &places.device;
+    let Memory::Cuda(store) = &layer.pool.memory else {
+        return Err(device.failed("a key-value cache of another backend"));
+    };
+    if !Arc::ptr_eq(device, &store.device) {
+        return Err(device.failed(format!("a cache on {}; sequences stay on one device", store.device.name)));
     }
-    let kernels = match cache.pool.kind {
+    let kind = layer.pool.shape.kind;
+    let kernels = match kind {
+        CacheType::F32 => return Err(device.failed("key-value caches of f32 are for the CPU")),
         CacheType::F16 => OVER_F16,
-        CacheType::Fp8 => OVER_FP8,
+        CacheType::Fp8E4m3 => OVER_E4M3,
+        CacheType::Fp8E5m2 => OVER_E5M2,
         CacheType::Int8 => OVER_INT8,
     };
-    let (at, positions) = (&batch.buffer, batch.positions());
+    let (at, sequences, positions) = (&places.buffer, places.sequences(), places.positions());
+    let stride = batch.tables.stride;
+    let index = layer.index;
+    let stored = |launch| stored(launch, store, index).buffer_at(at, places.tables()).u32(stride);
 
-    let launch = device.launch(kernels.append, [batch.rows, shape.kv_heads, 1], 64);
-    let launch = stored(launch.buffer(k.buffer()).buffer(v.buffer()), cache);
-    let launch = launch.buffer_at(at, batch.sequences()).buffer_at(at, positions);
-    scales(launch.u32(shape.kv_heads).u32(shape.head_dim), cache).go()?;
+    let launch = device.launch(kernels.append, [places.rows, shape.kv_heads, 1], 64);
+    let launch = stored(launch.buffer(k.buffer()).buffer(v.buffer()));
+    let launch = launch.buffer_at(at, sequences).buffer_at(at, positions).u32(shape.kv_heads).u32(shape.head_dim);
+    // Scales of FP8 are those that attention multiplies by; INT8 writes its own, or these.
+    let fixed = if kind == CacheType::Int8 { &store.fixed } else { &store.scales };
+    both(launch, fixed.as_ref(), store, index).go()?;
 
-    if spans.iter().any(|span| span.rows != 1) {
-        let launch = device.launch(kernels.prefill[size], [batch.tasks, shape.heads, 1], THREADS);
-        let launch = stored(launch.shared(prefill_memory(size, Some(cache.pool.kind))).buffer(q.buffer()), cache);
-        let launch = launch.buffer(out).buffer_at(at, batch.tasks(Keys::Cache));
-        return scales(shaped(launch, shape), cache).go();
+    // Few rows of a sequence are taken one by one, as when decoding.
+    if batch.spans.iter().any(|span| span.rows > FEW_ROWS) {
+        let launch = device.launch(kernels.prefill[size], [places.tasks, shape.heads, 1], THREADS);
+        let launch = stored(launch.shared(prefill_memory(size, Some(kind))).buffer(q.buffer()));
+        return shaped(launch.buffer(out).buffer_at(at, places.tasks(Keys::Cache)), shape).go();
     }
-    let splits = splits(cache.pool.stride, shape.kv_heads);
-    let partial = floats(device, spans.len() * shape.heads * splits, shape.head_dim + 2)?;
-    let launch = device.launch(kernels.decode[size], [shape.kv_heads, splits, spans.len()], THREADS);
-    let launch = stored(launch.buffer(q.buffer()), cache).buffer_at(at, positions).buffer(&partial);
-    scales(shaped(launch, shape), cache).go()?;
-    let launch = device.launch("attention_combine", [shape.heads, spans.len(), 1], THREADS);
+    let splits = splits(stride, shape.kv_heads);
+    let partial = floats(device, places.rows * shape.heads * splits, shape.head_dim + 2)?;
+    let launch = device.launch(kernels.decode[size], [shape.kv_heads, splits, places.rows], THREADS);
+    let launch = stored(launch.buffer(q.buffer())).buffer_at(at, sequences).buffer_at(at, positions);
+    shaped(launch.buffer(&partial), shape).go()?;
+    let launch = device.launch("attention_combine", [shape.heads, places.rows, 1], THREADS);
     launch.buffer(&partial).buffer(out).u32(shape.heads).u32(shape.head_dim).u32(splits).go()
 }
 
-/// The first of the caches, whose tables of pages lie one behind the other; none if there are no caches.
-fn tables_of<'a>(device: &Device, caches: &'a [KvCache], sequences: usize) -> Done<Option<&'a Pages>> {
-    let pages = caches.iter().map(|cache| match cache {
-        KvCache::Cuda(pages) => Ok(pages),
-        KvCache::Host(_) => Err(device.failed("a key-value cache of another backend")),
-    });
-    let pages = pages.collect::<Done<Vec<_>>>()?;
-    let follow = |pair: &[&Pages]| std::ptr::eq(&*pair[0].pool, &*pair[1].pool) && pair[0].table + 1 == pair[1].table;
-    if pages.len() < sequences || !pages.windows(2).all(follow) {
-        return Err(device.failed("key-value caches that are not those of consecutive sequences"));
-    }
-    Ok(pages.first().copied())
+/// Codes and scales of a pool, from a layer on.
+fn stored<'a>(launch: Launch<'a>, store: &Store, layer: usize) -> Launch<'a> {
+    let launch = launch.buffer_at(&store.keys, store.layer(&store.keys, layer));
+    let launch = launch.buffer_at(&store.values, store.layer(&store.values, layer));
+    both(launch, store.scales.as_ref(), store, layer)
 }
 
-/// The pool and its tables, from those of `cache` on.
-fn stored<'a>(launch: Launch<'a>, cache: &Pages) -> Launch<'a> {
-    let pool = &cache.pool;
-    let launch = launch.buffer(&pool.keys).buffer(&pool.values);
-    let launch = launch.optional(pool.key_scales.as_ref()).optional(pool.value_scales.as_ref());
-    launch.buffer_at(&pool.tables, cache.table * pool.stride * 4).u32(pool.stride)
+/// A layer's scales of keys and values, or null pointers.
+fn both<'a>(launch: Launch<'a>, scales: Option<&[Buffer; 2]>, store: &Store, layer: usize) -> Launch<'a> {
+    match scales {
+        Some([keys, values]) => {
+            launch.buffer_at(keys, store.layer(keys, layer)).buffer_at(values, store.layer(values, layer))
+        }
+        None => launch.optional(None).optional(None),
+    }
 }
 
 fn shaped<'a>(launch: Launch<'a>, shape: &AttentionShape) -> Launch<'a> {
     let launch = launch.u32(shape.heads).u32(shape.kv_heads).u32(shape.head_dim).f32(shape.scale);
     launch.u32(shape.window.map_or(0, |w| w.min(u32::MAX as usize))).f32(shape.softcap.unwrap_or(0.0))
-}
-
-fn scales<'a>(launch: Launch<'a>, cache: &Pages) -> Launch<'a> {
-    launch.f32(cache.key_scale).f32(cache.value_scale)
 }
 
 /// Shared memory of a prefill kernel: queries in two planes; keys and values in two, or in one from a cache; their
@@ -180,7 +187,7 @@ mod tests {
     #[test]
     fn blocks_fit() {
         for size in 0..SIZES.len() {
-            for cache in [None, Some(CacheType::F16), Some(CacheType::Fp8), Some(CacheType::Int8)] {
+            for cache in [None, Some(CacheType::F16), Some(CacheType::Fp8E5m2), Some(CacheType::Int8)] {
                 assert!(prefill_memory(size, cache) <= 96 << 10);
             }
         }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::super::cache::Tables;
 use super::super::{Done, Span};
 use super::device::Device;
 use super::memory::Buffer;
@@ -16,8 +17,8 @@ pub enum Keys {
     Cache,
 }
 
-/// One buffer with all that kernels ask about a batch: ids, positions and sequence of each row, and the tasks of
-/// attention, four words each.
+/// One buffer with all that kernels ask about a batch: ids, positions and sequence of each row, the tasks of
+/// attention, four words each, and the blocks of each sequence.
 #[derive(Clone, Debug)]
 pub struct OnDevice {
     pub device: Arc<Device>,
@@ -27,15 +28,15 @@ pub struct OnDevice {
 }
 
 impl OnDevice {
-    pub fn new(device: &Arc<Device>, ids: &[u32], spans: &[Span]) -> Done<Self> {
-        let (words, tasks) = words(ids, spans);
+    pub fn new(device: &Arc<Device>, ids: &[u32], spans: &[Span], tables: &Tables) -> Done<Self> {
+        let (words, tasks) = words(ids, spans, tables);
         Ok(Self { device: device.clone(), buffer: device.upload(&words)?, rows: ids.len(), tasks })
     }
 
-    /// Other ids and places of the same shape, in the same memory.
-    pub fn rewrite(&self, ids: &[u32], spans: &[Span]) -> Done<Self> {
-        let (words, tasks) = words(ids, spans);
-        if ids.len() != self.rows || tasks != self.tasks {
+    /// Other ids, places and blocks of the same shape, in the same memory.
+    pub fn rewrite(&self, ids: &[u32], spans: &[Span], tables: &Tables) -> Done<Self> {
+        let (words, tasks) = words(ids, spans, tables);
+        if ids.len() != self.rows || tasks != self.tasks || words.len() * 4 != self.buffer.bytes() {
             return Err(self.device.failed("a batch of another shape"));
         }
         self.device.write(&self.buffer, 0, &words)?;
@@ -62,13 +63,18 @@ impl OnDevice {
         self.padded() * 12 + if keys == Keys::Cache { self.tasks * 16 } else { 0 }
     }
 
+    /// Byte at which the tables start.
+    pub fn tables(&self) -> usize {
+        self.padded() * 12 + self.tasks * 32
+    }
+
     /// Tasks are read sixteen bytes at a time.
     fn padded(&self) -> usize {
         self.rows.next_multiple_of(4)
     }
 }
 
-fn words(ids: &[u32], spans: &[Span]) -> (Vec<u32>, usize) {
+fn words(ids: &[u32], spans: &[Span], tables: &Tables) -> (Vec<u32>, usize) {
     let padded = ids.len().next_multiple_of(4);
     let mut words = vec![0u32; padded * 3];
     words[..ids.len()].copy_from_slice(ids);
@@ -89,5 +95,6 @@ fn words(ids: &[u32], spans: &[Span]) -> (Vec<u32>, usize) {
     let tasks = by_rows.len() / 4;
     words.extend(by_rows);
     words.extend(by_cache);
+    words.extend(&tables.blocks);
     (words, tasks)
 }

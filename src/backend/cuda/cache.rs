@@ -1,122 +1,117 @@
-//! Paged key-value caches: pages of a pool, handed out as sequences grow.
+//! Keys and values in device memory, as the kernels of `kernels/cache.cu` lay them out.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::super::{CacheShape, Done, KvCache};
+use super::super::Done;
+use super::super::cache::{BLOCK, CacheType, PoolShape, SavedBlocks};
 use super::device::Device;
 use super::memory::Buffer;
 
-/// Tokens a page holds.
-pub const PAGE: usize = 16;
-
-/// How keys and values are stored.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum CacheType {
-    #[default]
-    F16,
-    /// FP8 E4M3 with one scale a layer for keys and one for values.
-    Fp8,
-    /// INT8 with a scale for each token and head.
-    Int8,
-}
-
-impl CacheType {
-    /// Bytes of one element.
-    pub fn size(self) -> usize {
-        if self == CacheType::F16 { 2 } else { 1 }
-    }
-}
-
-/// Memory of keys and values that the layers and sequences of one session share.
+/// The codes of a pool.
 #[derive(Debug)]
-pub struct Pool {
+pub struct Store {
     pub device: Arc<Device>,
-    pub kind: CacheType,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    /// `[page, kv_head, slot, head_dim]`.
+    /// `[layer, block, kv_head, slot, head_dim]`
     pub keys: Buffer,
     pub values: Buffer,
-    /// `[page, kv_head, slot]` f32, for INT8.
-    pub key_scales: Option<Buffer>,
-    pub value_scales: Option<Buffer>,
-    /// `[layers, sequences, stride]` u32: pages of each sequence in order.
-    pub tables: Buffer,
-    /// Pages a table can name.
-    pub stride: usize,
-    pub sequences: usize,
-    free: Mutex<Vec<u32>>,
+    /// f32: of rows, `[layer, block, kv_head, slot]`, for INT8; of heads, `[layer, kv_head]`, for FP8.
+    pub scales: Option<[Buffer; 2]>,
+    /// Scales of heads that INT8 takes instead of each row's own, likewise.
+    pub fixed: Option<[Buffer; 2]>,
+    /// Whether `scales` are of rows.
+    of_rows: bool,
+    layers: usize,
+    blocks: usize,
 }
 
-/// The pages of one sequence in one layer.
-#[derive(Debug)]
-pub struct Pages {
-    pub pool: Arc<Pool>,
-    /// Which table of the pool lists them.
-    pub table: usize,
-    /// Tokens there will be after the pass that was last reserved for.
-    pub len: usize,
-    pages: Vec<u32>,
-    /// Scales of FP8 keys and values.
-    pub key_scale: f32,
-    pub value_scale: f32,
+/// A part of a store, with the bytes that one block takes in one layer.
+struct Plane<'a> {
+    buffer: &'a Buffer,
+    unit: usize,
 }
 
-impl Pages {
-    /// Makes room for sequences of `len` tokens.
-    pub fn reserve(&mut self, len: usize) -> Done<()> {
-        let needed = len.div_ceil(PAGE);
-        let device = &self.pool.device;
-        if needed > self.pool.stride {
-            return Err(device
-                .failed(format!("the key-value cache was made for {} tokens a sequence", self.pool.stride * PAGE)));
+impl Store {
+    pub fn new(device: &Arc<Device>, shape: &PoolShape) -> Done<Self> {
+        let PoolShape { layers, kv_heads, head_dim, kind, blocks, .. } = *shape;
+        if kind == CacheType::F32 {
+            return Err(device.failed("key-value caches of f32 are for the CPU; take f16"));
         }
-        let first = self.pages.len();
-        while self.pages.len() < needed {
-            let page = self.pool.free.lock().unwrap_or_else(|e| e.into_inner()).pop();
-            self.pages.push(page.ok_or_else(|| device.failed("the key-value cache has no page left"))?);
+        let slots = layers * blocks * kv_heads * BLOCK;
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for [of_keys, of_values] in (0..layers).map_while(|layer| shape.fixed(layer)) {
+            keys.extend(of_keys);
+            values.extend(of_values);
         }
-        if self.pages.len() > first {
-            let at = (self.table * self.pool.stride + first) * 4;
-            device.write(&self.pool.tables, at, &self.pages[first..])?;
+        let heads = if keys.is_empty() { None } else { Some([device.upload(&keys)?, device.upload(&values)?]) };
+        let (scales, fixed) = match kind {
+            CacheType::Int8 => (Some([device.alloc(slots * 4)?, device.alloc(slots * 4)?]), heads),
+            _ => (heads, None),
+        };
+        let bytes = slots * head_dim * kind.size();
+        let (keys, values) = (device.alloc(bytes)?, device.alloc(bytes)?);
+        Ok(Self {
+            device: device.clone(),
+            keys,
+            values,
+            scales,
+            fixed,
+            of_rows: kind == CacheType::Int8,
+            layers,
+            blocks,
+        })
+    }
+
+    fn planes(&self) -> Vec<Plane<'_>> {
+        // Scales of heads belong to no block.
+        let rows = self.scales.iter().filter(|_| self.of_rows).flatten();
+        let all = [&self.keys, &self.values].into_iter().chain(rows);
+        all.map(|buffer| Plane { buffer, unit: buffer.bytes() / (self.layers * self.blocks).max(1) }).collect()
+    }
+
+    /// Byte at which a layer's part of the codes, or of the scales of rows, starts.
+    pub fn layer(&self, buffer: &Buffer, layer: usize) -> usize {
+        buffer.bytes() / self.layers * layer
+    }
+
+    /// Copies whole blocks, one pair after the other.
+    pub fn copy(&self, pairs: &[(u32, u32)]) -> Done<()> {
+        for Plane { buffer, unit } in self.planes() {
+            for layer in 0..self.layers {
+                for &(from, to) in pairs {
+                    let [from, to] = [from, to].map(|block| (layer * self.blocks + block as usize) * unit);
+                    self.device.copy(buffer, from, buffer, to, unit)?;
+                }
+            }
         }
-        self.len = len;
         Ok(())
     }
-}
 
-impl Drop for Pages {
-    fn drop(&mut self) {
-        self.pool.free.lock().unwrap_or_else(|e| e.into_inner()).append(&mut self.pages);
+    /// Byte ranges of blocks, in the order in which they are saved.
+    fn parts(&self, blocks: &[u32]) -> Vec<(&Buffer, usize, usize)> {
+        let mut parts = Vec::new();
+        for &block in blocks {
+            for layer in 0..self.layers {
+                for Plane { buffer, unit } in self.planes() {
+                    parts.push((buffer, (layer * self.blocks + block as usize) * unit, unit));
+                }
+            }
+        }
+        parts
     }
-}
 
-/// Empty caches of a session, `[layer][sequence]`, and memory for all of it.
-pub fn new(device: &Arc<Device>, kind: CacheType, shape: CacheShape) -> Done<Vec<Vec<KvCache>>> {
-    let CacheShape { layers, sequences, kv_heads, head_dim, capacity } = shape;
-    let stride = capacity.div_ceil(PAGE).max(1);
-    let pages = layers * sequences * stride;
-    let slots = pages * kv_heads * PAGE;
-    let scales = || -> Done<Option<Buffer>> {
-        if kind == CacheType::Int8 { device.alloc(slots * 4).map(Some) } else { Ok(None) }
-    };
-    let pool = Arc::new(Pool {
-        device: device.clone(),
-        kind,
-        kv_heads,
-        head_dim,
-        keys: device.alloc(slots * head_dim * kind.size())?,
-        values: device.alloc(slots * head_dim * kind.size())?,
-        key_scales: scales()?,
-        value_scales: scales()?,
-        tables: device.alloc(pages * 4)?,
-        stride,
-        sequences,
-        free: Mutex::new((0..pages as u32).rev().collect()),
-    });
-    let cache = |table| {
-        let pages = Vec::with_capacity(stride);
-        KvCache::Cuda(Pages { pool: pool.clone(), table, len: 0, pages, key_scale: 1.0, value_scale: 1.0 })
-    };
-    Ok((0..layers).map(|layer| (0..sequences).map(|s| cache(layer * sequences + s)).collect()).collect())
+    pub fn save(&self, blocks: &[u32]) -> Done<SavedBlocks> {
+        Ok(SavedBlocks { words: self.device.download_parts(&self.parts(blocks))? })
+    }
+
+    pub fn restore(&self, blocks: &[u32], saved: &SavedBlocks) -> Done<()> {
+        let mut rest = &saved.words[..];
+        for (buffer, at, bytes) in self.parts(blocks) {
+            let Some((now, later)) = rest.split_at_checked(bytes / 4) else {
+                return Err(self.device.failed("saved blocks of another key-value cache"));
+            };
+            self.device.write(buffer, at, now)?;
+            rest = later;
+        }
+        Ok(())
+    }
 }

@@ -256,6 +256,28 @@ impl Device {
         Ok(out)
     }
 
+    /// Reads parts, each from byte `at` on and of whole words, one after the other; waits for all work so far.
+    pub fn download_parts(&self, parts: &[(&Buffer, usize, usize)]) -> Done<Vec<u32>> {
+        let mut out = vec![0u32; parts.iter().map(|(_, _, bytes)| bytes / 4).sum()];
+        let mut rest = &mut out[..];
+        self.bind()?;
+        for &(buffer, at, bytes) in parts {
+            assert!(at + bytes <= buffer.bytes());
+            let (now, later) = rest.split_at_mut(bytes / 4);
+            // SAFETY: the range lies inside the buffer, and `out` outlives the copies: the stream is waited for, also
+            // where one of them fails.
+            let copied =
+                unsafe { result::memcpy_dtoh_async(now, buffer.pointer() + at as u64, self.stream.cu_stream()) };
+            if let Err(error) = copied {
+                let _ = self.synchronize();
+                return Err(self.error(error));
+            }
+            rest = later;
+        }
+        self.synchronize()?;
+        Ok(out)
+    }
+
     /// Copies `bytes` between two buffers of this device.
     pub fn copy(&self, from: &Buffer, from_at: usize, to: &Buffer, to_at: usize, bytes: usize) -> Done<()> {
         assert!(from_at + bytes <= from.bytes() && to_at + bytes <= to.bytes());

@@ -10,7 +10,7 @@ use super::super::Done;
 use super::super::tensor::Tensor;
 use super::super::weight::Inputs;
 use super::ggml::by_panels;
-use super::linear::{BIG_TILE, GEMV_ROWS, Planes, SMALL_ROWS, SMALL_TILE, dense};
+use super::linear::{BIG_TILE, FEW_ROWS, GEMV_ROWS, Planes, SMALL_ROWS, SMALL_TILE, dense, gemv_grid};
 use super::weights::{Bytes, Floats, Plane, UNIT};
 use super::{BLOCK, Buffer, Device, Precision, floats as fresh};
 
@@ -78,6 +78,7 @@ pub fn bytes(x: &Tensor, w: &Bytes, bias: Option<&Buffer>, precision: Precision,
     let launch = launch.buffer(&q).buffer(&scales).buffer(&zeros).u32(cols).u32(group).u32(segment);
     launch.u32(w.padded).i32(kind).f32(scale).i32(zero).go()?;
 
+    // All of these give the same bits.
     let (kernel, grid, threads, shared) = if x.rows <= GEMV_ROWS {
         ("gemv_int8", [n.div_ceil(4), 1, 1], 128, 0)
     } else if x.rows <= SMALL_ROWS {
@@ -108,7 +109,7 @@ fn rounded(x: &Tensor, inputs: Inputs, apart: bool) -> Done<(Tensor, Option<Buff
 /// `out` = x W' + bias for W in E4M3.
 pub fn floats(x: &Tensor, w: &Floats, bias: Option<&Buffer>, precision: Precision, out: &Tensor) -> Done<()> {
     let (device, n, cols) = (x.buffer().device(), out.cols, x.cols);
-    let (few, rounding) = (x.rows <= GEMV_ROWS, w.inputs != Inputs::Float);
+    let (few, rounding) = (x.rows <= FEW_ROWS, w.inputs != Inputs::Float);
     // One scale a row and one an output leave plain E4M3 numbers, which a 16-bit plane holds exactly.
     let apart = rounding && !few && w.of_outputs.is_some() && !matches!(w.inputs, Inputs::Group(_));
     let made = if rounding { Some(rounded(x, w.inputs, apart)?) } else { None };
@@ -117,7 +118,7 @@ pub fn floats(x: &Tensor, w: &Floats, bias: Option<&Buffer>, precision: Precisio
         None => (x, None),
     };
     if few {
-        let launch = device.launch("gemv_fp8", [n.div_ceil(4), 1, 1], 128).buffer(&w.values).buffer(&w.scales);
+        let launch = device.launch("gemv_fp8", gemv_grid(x.rows, n, 4), 128).buffer(&w.values).buffer(&w.scales);
         let launch = launch.buffer(x.buffer()).optional(bias).buffer(out.buffer());
         return launch.u32(x.rows).u32(n).u32(cols).u32(w.tile.0).u32(w.tile.1).go();
     }

@@ -1,11 +1,11 @@
 //! Products with weights in ggml blocks, and embedding tables of them.
 //!
-//! Blocks stay as the file holds them. Up to [`GEMV_ROWS`] rows are multiplied straight from the blocks, in f32. For
+//! Blocks stay as the file holds them. Up to [`FEW_ROWS`] rows are multiplied straight from the blocks, in f32. For
 //! more, a panel of the weight's rows at a time is decoded to 16-bit planes and goes to the tensor cores as such.
 
 use super::super::Done;
 use super::super::tensor::Tensor;
-use super::linear::{GEMV_ROWS, Planes, tensor_cores};
+use super::linear::{FEW_ROWS, Planes, gemv_grid, tensor_cores};
 use super::weights::Plane;
 use super::{BLOCK, Buffer, Precision, floats};
 use crate::num::ggml::GgmlType;
@@ -61,8 +61,8 @@ pub fn linear(
 ) -> Done<()> {
     let (device, n, cols) = (x.buffer().device(), out.cols, x.cols);
     let kernels = kernels(kind, blocks)?;
-    if x.rows <= GEMV_ROWS {
-        let launch = device.launch(kernels.gemv, [n.div_ceil(8), 1, 1], 128).buffer(blocks);
+    if x.rows <= FEW_ROWS {
+        let launch = device.launch(kernels.gemv, gemv_grid(x.rows, n, 8), 128).buffer(blocks);
         let launch = launch.buffer(x.buffer()).optional(bias).buffer(out.buffer());
         return launch.u32(x.rows).u32(n).u32(cols).go();
     }

@@ -1,6 +1,7 @@
 //! Products with weights, and the sums that calibration gathers.
 //!
-//! Up to [`GEMV_ROWS`] rows, as in decoding, are multiplied in f32. More go to the tensor cores, which take
+//! Up to [`FEW_ROWS`] rows, as in decoding, are multiplied in f32, each in the same order of sums whatever else there
+//! is. More go to the tensor cores, which take
 //! 16-bit numbers: activations are first split into one or two planes of those. See `kernels/gemm_tile.cuh`.
 
 use std::ffi::c_int;
@@ -15,7 +16,9 @@ use super::super::tensor::Tensor;
 use super::weights::{DeviceMatrix, Plane, Quant, UNIT};
 use super::{BLOCK, Buffer, Device, Precision, blocks, eight_bits, floats, ggml};
 
-/// Rows that the kernels for decoding take.
+/// Rows that the kernels for decoding take, each with the same results as alone.
+pub(super) const FEW_ROWS: usize = 16;
+/// Rows that a block of those kernels takes; blocks of the same outputs follow one another.
 pub(super) const GEMV_ROWS: usize = 4;
 /// Rows up to which the kernels that spread one output over a block are the better ones.
 pub(super) const SMALL_ROWS: usize = 64;
@@ -43,6 +46,11 @@ impl Pair {
             (self.big, [rows.div_ceil(BIG_TILE), n.div_ceil(BIG_TILE), 1], self.shared)
         }
     }
+}
+
+/// Blocks of a kernel for decoding, which has `outputs` a block.
+pub(super) fn gemv_grid(rows: usize, n: usize, outputs: usize) -> [usize; 3] {
+    [n.div_ceil(outputs) * rows.div_ceil(GEMV_ROWS), 1, 1]
 }
 
 macro_rules! pair {
@@ -137,13 +145,13 @@ pub(super) fn dense(
     out: &Tensor,
 ) -> Done<()> {
     let (device, n) = (x.buffer().device(), out.cols);
-    if x.rows <= GEMV_ROWS {
+    if x.rows <= FEW_ROWS {
         let kernel = match (weight.plane, &weight.low) {
             (Plane::F16, _) => "gemv_f16",
             (Plane::Bf16, None) => "gemv_bf16",
             (Plane::Bf16, Some(_)) => "gemv_f32",
         };
-        let launch = device.launch(kernel, [n.div_ceil(8), 1, 1], 128).buffer(&weight.high);
+        let launch = device.launch(kernel, gemv_grid(x.rows, n, 8), 128).buffer(&weight.high);
         let launch = if let Some(low) = &weight.low { launch.buffer(low) } else { launch };
         let launch = launch.buffer(x.buffer()).optional(bias).buffer(out.buffer());
         return launch.u32(x.rows).u32(n).u32(x.cols).u32(weight.stride).go();
@@ -170,7 +178,7 @@ fn quant(x: &Tensor, weight: &Quant, bias: Option<&Buffer>, precision: Precision
     let (device, n) = (x.buffer().device(), out.cols);
     let unknown = || device.failed(format!("no kernel multiplies {}-bit weights", weight.bits));
     let gather = weight.gather.as_ref();
-    if x.rows <= GEMV_ROWS {
+    if x.rows <= FEW_ROWS {
         let kernel = match weight.bits {
             2 => "gemv_q2",
             3 => "gemv_q3",
@@ -178,7 +186,7 @@ fn quant(x: &Tensor, weight: &Quant, bias: Option<&Buffer>, precision: Precision
             8 => "gemv_q8",
             _ => return Err(unknown()),
         };
-        let launch = device.launch(kernel, [n.div_ceil(32), 1, 1], 512);
+        let launch = device.launch(kernel, gemv_grid(x.rows, n, 32), 512);
         let launch = launch.buffer(&weight.q).buffer(&weight.scales).buffer(&weight.zeros);
         let launch = launch.buffer(x.buffer()).optional(gather).optional(bias).buffer(out.buffer());
         return launch.u32(x.rows).u32(n).u32(x.cols).u32(weight.units).u32(weight.units_per_group).go();

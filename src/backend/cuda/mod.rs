@@ -17,18 +17,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use batch::OnDevice;
-use cache::CacheType;
 pub use device::{Device, count, installed};
 pub use memory::Buffer;
 use weights::{DeviceMatrix, Loader, Plane, Stored};
 
+use super::cache::{CacheType, Layer, Memory, Pool, PoolShape, SavedBlocks, Tables};
 use super::solver::Solver;
 use super::tensor::Tensor;
 use super::weight::Weight;
-use super::{
-    Activation, AttentionShape, Backend, Batch, CacheShape, Done, Drift, Gram, KvCache, Matrix, Recording, RopeTable,
-    Span, Sums,
-};
+use super::{Activation, AttentionShape, Backend, Batch, Done, Drift, Gram, Matrix, Recording, RopeTable, Span, Sums};
 
 /// Logits held at once while scoring, so that large vocabularies do not decide the memory needed.
 const LOGITS_AT_ONCE: usize = 64 << 20;
@@ -51,7 +48,6 @@ pub struct CudaOptions {
     /// Ordinals of the devices that work side by side; the first also solves and decodes.
     pub devices: Vec<usize>,
     pub precision: Precision,
-    pub cache: CacheType,
     /// Whether a decoding step may be recorded as a graph.
     pub graphs: bool,
     /// Whether cuBLAS may be used where it is installed.
@@ -62,14 +58,7 @@ pub struct CudaOptions {
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self {
-            devices: vec![0],
-            precision: Precision::default(),
-            cache: CacheType::default(),
-            graphs: true,
-            cublas: true,
-            weight_bytes: None,
-        }
+        Self { devices: vec![0], precision: Precision::default(), graphs: true, cublas: true, weight_bytes: None }
     }
 }
 
@@ -146,6 +135,13 @@ impl Cuda {
         batch.cuda.as_ref().unwrap_or_else(|| panic!("a batch of another backend"))
     }
 
+    fn store<'a>(&self, pool: &'a Pool) -> Done<&'a cache::Store> {
+        match &pool.memory {
+            Memory::Cuda(store) => Ok(store),
+            Memory::Host(_) => Err(self.first().failed("a key-value cache of another backend")),
+        }
+    }
+
     fn logits(&self, x: &Tensor, head: &Matrix, bias: Option<&Tensor>) -> Done<Tensor> {
         let device = x.buffer().device();
         let bias = bias.map(|b| b.buffer_on(device));
@@ -185,6 +181,10 @@ impl Backend for Cuda {
         self.loaders.len()
     }
 
+    fn few_rows(&self) -> usize {
+        linear::FEW_ROWS
+    }
+
     fn free_memory(&self) -> Option<u64> {
         self.loaders.iter().map(|l| l.device().free_memory().ok().map(|free| free as u64)).min()?
     }
@@ -222,22 +222,30 @@ impl Backend for Cuda {
         x.buffer().device().download(x.buffer(), 0, x.rows * x.cols)
     }
 
-    fn row(&self, x: &Tensor, row: usize) -> Done<Tensor> {
+    fn rows(&self, x: &Tensor, rows: &[usize]) -> Done<Tensor> {
         let device = x.buffer().device();
-        let out = floats(device, 1, x.cols)?;
-        device.copy(x.buffer(), row * x.cols * 4, &out, 0, x.cols * 4)?;
-        Ok(Tensor::cuda(1, x.cols, out))
+        let (out, bytes) = (floats(device, rows.len(), x.cols)?, x.cols * 4);
+        let mut done = 0;
+        for run in rows.chunk_by(|a, b| a + 1 == *b) {
+            device.copy(x.buffer(), run[0] * bytes, &out, done * bytes, run.len() * bytes)?;
+            done += run.len();
+        }
+        Ok(Tensor::cuda(rows.len(), x.cols, out))
     }
 
-    fn batch(&self, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch> {
-        let turn = self.batches.fetch_add(1, Ordering::Relaxed) % self.loaders.len();
-        let cuda = Some(OnDevice::new(self.loaders[turn].device(), &ids, &spans)?);
-        Ok(Batch { ids, spans, cuda })
+    fn paged_batch(&self, ids: Vec<u32>, spans: Vec<Span>, tables: Tables) -> Done<Batch> {
+        // Pools are on the first device.
+        let turn = match tables.stride {
+            0 => self.batches.fetch_add(1, Ordering::Relaxed) % self.loaders.len(),
+            _ => 0,
+        };
+        let cuda = Some(OnDevice::new(self.loaders[turn].device(), &ids, &spans, &tables)?);
+        Ok(Batch { ids, spans, tables, cuda })
     }
 
-    fn rebatch(&self, batch: &Batch, ids: Vec<u32>, spans: Vec<Span>) -> Done<Batch> {
-        let cuda = Some(Self::on_device(batch).rewrite(&ids, &spans)?);
-        Ok(Batch { ids, spans, cuda })
+    fn rebatch(&self, batch: &Batch, ids: Vec<u32>, spans: Vec<Span>, tables: Tables) -> Done<Batch> {
+        let cuda = Some(Self::on_device(batch).rewrite(&ids, &spans, &tables)?);
+        Ok(Batch { ids, spans, tables, cuda })
     }
 
     fn embed(&self, table: &Matrix, batch: &Batch, scale: f32) -> Done<Tensor> {
@@ -313,19 +321,26 @@ impl Backend for Cuda {
         launch.u32(*rows).u32(heads).u32(head_dim).u32(half).go()
     }
 
-    fn caches(&self, shape: CacheShape) -> Done<Vec<Vec<KvCache>>> {
-        cache::new(self.first(), self.options.cache, shape)
+    fn cache_type(&self) -> CacheType {
+        CacheType::F16
     }
 
-    fn reserve(&self, caches: &mut [Vec<KvCache>], batch: &Batch) -> Done<()> {
-        for layer in caches {
-            for (cache, span) in layer.iter_mut().zip(&batch.spans) {
-                if let KvCache::Cuda(pages) = cache {
-                    pages.reserve(span.start + span.rows)?;
-                }
-            }
-        }
-        Ok(())
+    fn pool(&self, shape: PoolShape) -> Done<Pool> {
+        shape.check().map_err(|why| self.first().failed(why))?;
+        let memory = Memory::Cuda(cache::Store::new(self.first(), &shape)?);
+        Ok(Pool { shape, memory })
+    }
+
+    fn copy_blocks(&self, pool: &mut Pool, pairs: &[(u32, u32)]) -> Done<()> {
+        self.store(pool)?.copy(pairs)
+    }
+
+    fn save_blocks(&self, pool: &Pool, blocks: &[u32]) -> Done<SavedBlocks> {
+        self.store(pool)?.save(blocks)
+    }
+
+    fn restore_blocks(&self, pool: &mut Pool, blocks: &[u32], saved: &SavedBlocks) -> Done<()> {
+        self.store(pool)?.restore(blocks, saved)
     }
 
     fn attention(
@@ -335,9 +350,14 @@ impl Backend for Cuda {
         v: &Tensor,
         batch: &Batch,
         shape: &AttentionShape,
-        caches: Option<&mut [KvCache]>,
+        layer: Option<Layer>,
     ) -> Done<Tensor> {
-        attention::attention(q, k, v, Self::on_device(batch), &batch.spans, shape, caches)
+        let places = Self::on_device(batch);
+        if let Some(layer) = &layer {
+            let fits = batch.tables.check(&batch.spans, layer.pool.shape.blocks);
+            fits.map_err(|why| places.device.failed(why))?;
+        }
+        attention::attention([q, k, v], batch, places, shape, layer)
     }
 
     fn gated(&self, gate: &Tensor, up: &Tensor, activation: Activation) -> Done<Tensor> {

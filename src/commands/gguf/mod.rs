@@ -3,6 +3,7 @@
 mod calibrated;
 mod convert;
 pub mod feedback;
+mod forecast;
 mod importance;
 mod tensors;
 
@@ -14,6 +15,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 
 pub use convert::run as convert;
+pub use forecast::forecast;
 
 use super::device::backend;
 use super::open::{Runnable, corpus, locate, open};
@@ -28,7 +30,7 @@ use crate::format::gguf::imatrix::Imatrix;
 use crate::format::gguf::metadata::{self, describe};
 use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
 use crate::format::gguf::read::GgufFile;
-use crate::format::gguf::select::{Choice, ModelFacts, Options, fitting, is_quantized, parse_tensor_type, select};
+use crate::format::gguf::select::{Choice, ModelFacts, Options, is_quantized, kept, parse_tensor_type, select};
 use crate::format::gguf::value::Metadata;
 use crate::format::gguf::write::{
     ImportanceNote, Plan, TensorSpec, WriteError, Writer, layer, parse_size, quantized_metadata, require_free,
@@ -74,21 +76,14 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let architecture = Architecture::of(model.config.family)?;
     let (own, rope_factors) = described(&located.dir, args, &source, printer)?;
     let all = tensors::of(model, architecture, rope_factors)?;
-    let choices =
-        choose(&all, model.config.layers.len(), &source, architecture, args, imatrix.is_some() || args.error_feedback)?;
+    let choices = choose(&all, &source, architecture, args, imatrix.is_some() || args.error_feedback)?;
     let note = imatrix.as_ref().map(|(file, imatrix)| ImportanceNote {
         file: file.clone(),
         dataset: imatrix.datasets.first().cloned(),
         entries: imatrix.entries.len() as u32,
         chunks: imatrix.chunks,
     });
-    let planned: Vec<(&Tensor, GgmlType)> = choices
-        .iter()
-        .map(|choice| {
-            let tensor = all.iter().find(|t| t.name == choice.name).context("a tensor that was chosen")?;
-            Ok((tensor, choice.kind.unwrap_or(kept(tensor))))
-        })
-        .collect::<Result<_>>()?;
+    let planned = planned(&all, &choices)?;
     let specs = planned.iter().map(|(tensor, kind)| TensorSpec::new(&*tensor.name, *kind, &*tensor.shape)).collect();
     let plan = Plan::new(&out, &quantized_metadata(&own, args.kind, note.as_ref()), specs, max_part)?;
     let size = plan.bytes();
@@ -110,6 +105,15 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     drop(steps);
     let files = writer.finish()?;
     summary(args, &files, size, &planned, &choices, began, printer)
+}
+
+/// Tensors with the types they will have, in the order of the file.
+fn planned<'a>(all: &'a [Tensor], choices: &[Choice]) -> Result<Vec<(&'a Tensor, GgmlType)>> {
+    let with_type = |choice: &Choice| {
+        let tensor = all.iter().find(|t| t.name == choice.name).context("a tensor that was chosen")?;
+        Ok((tensor, choice.kind.unwrap_or(kept(tensor.stored, &tensor.shape))))
+    };
+    choices.iter().map(with_type).collect()
 }
 
 /// Refuses before any work a file that would not be replaced after it.
@@ -246,30 +250,14 @@ fn described(
     Ok((described.metadata, described.rope_freqs))
 }
 
-/// What a tensor that is not quantized is stored as.
-fn kept(tensor: &Tensor) -> GgmlType {
-    match tensor.shape.len() {
-        0 | 1 => GgmlType::F32,
-        _ => fitting(tensor.stored, tensor.cols()),
-    }
-}
-
 fn choose(
     all: &[Tensor],
-    layers: usize,
     source: &Runnable,
     architecture: &Architecture,
     args: &GgufArgs,
     importance: bool,
 ) -> Result<Vec<Choice>> {
-    let config = &source.model.config;
-    let facts = ModelFacts {
-        architecture: architecture.name.into(),
-        layers,
-        heads: config.heads,
-        kv_heads: config.kv_heads,
-        experts: 0,
-    };
+    let facts = ModelFacts::of(&source.model.config, architecture);
     let options = Options {
         output: args.output_tensor_type,
         token_embedding: args.token_embedding_type,

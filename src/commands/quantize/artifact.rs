@@ -13,7 +13,7 @@ use super::work::Work;
 use crate::cli::interrupt;
 use crate::format::atomic::OutputFolder;
 use crate::format::config::config_json;
-use crate::format::layout::{KvScales, Layout};
+use crate::format::layout::{KvScales, Layout, laid_out};
 use crate::format::manifest::{Calibration, FileRecord, Manifest};
 use crate::format::pretty;
 use crate::format::safetensors::{TensorSpec, write_sharded};
@@ -23,15 +23,9 @@ use crate::recipe::Recipe;
 /// The tensors of the artifact: quantized linears replace `weight` by theirs, everything else stays. Scales for a
 /// cache come on top.
 pub fn specs(model: &Model, modules: &Modules, layout: &dyn Layout, kv_cache: Option<KvScales>) -> Vec<TensorSpec> {
-    let quantized: BTreeMap<&str, _> =
-        modules.modules.iter().filter_map(|m| Some((m.name.as_str(), (m, m.scheme?)))).collect();
-    let mut specs = Vec::new();
-    for (name, entry) in model.checkpoint().tensors() {
-        match name.strip_suffix(".weight").and_then(|module| quantized.get(module)) {
-            Some((module, scheme)) => specs.extend(layout.specs(module, *scheme)),
-            None => specs.push(TensorSpec::new(name.clone(), entry.dtype, entry.shape.clone())),
-        }
-    }
+    let source = model.checkpoint().tensors().iter();
+    let source = source.map(|(name, entry)| TensorSpec::new(name.clone(), entry.dtype, entry.shape.clone()));
+    let mut specs = laid_out(source, &modules.modules, layout);
     for (block, kind) in model.blocks.iter().flat_map(|block| kv_cache.map(|kind| (block, kind))) {
         let heads = model.config.kv_heads;
         specs.extend(["k_scale", "v_scale"].map(|name| cache_spec(&block.path, name, kind, heads)));

@@ -40,6 +40,14 @@ impl Form {
         }
     }
 
+    /// The form that records name so.
+    pub fn named(name: &str) -> Option<(Self, Version)> {
+        let all = [Form::Gptq, Form::Awq, Form::Packed, Form::Int8, Form::Float8, Form::Fp8];
+        let versions = [Version::V1, Version::V2];
+        let pairs = all.into_iter().flat_map(|form| versions.map(|version| (form, version)));
+        pairs.into_iter().find(|(form, version)| form.name(*version) == name)
+    }
+
     /// The form that a command writes unless it is told otherwise.
     pub fn usual(method: &str) -> Self {
         match method {

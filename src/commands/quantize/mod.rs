@@ -3,6 +3,7 @@
 mod artifact;
 mod calibration;
 mod control;
+mod forecast;
 mod form;
 mod job;
 mod memory;
@@ -13,29 +14,49 @@ mod summary;
 mod transform;
 mod work;
 
-use anyhow::{Context, Result, bail};
+use std::borrow::Cow;
 
-use crate::cli::args::{GptqArgs, OnMisfit, OutputArgs, RtnArgs, SchemeArgs};
+use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+
+use super::open::{Measurement, Runnable};
+use crate::cli::args::{Command, GptqArgs, OnMisfit, OutputArgs, RtnArgs, SchemeArgs};
 use crate::cli::methods::{
     Alpha, AwqArgs, Float8FormatArg, Float8TileArg, FormatArg, Fp8Args, KvCacheArg, RoundingArg, SmoothquantArgs,
 };
 use crate::cli::print::Printer;
+use crate::evaluate::perplexity::Measured;
 use crate::format::layout::{InputsKind, KvScales, Tile};
+use crate::format::manifest::Manifest;
 use crate::quantize::gptq::GptqOptions;
 use crate::quantize::grid::Grid;
 use crate::quantize::order::Order;
-use crate::recipe::{Method, Rounding, Transform};
+use crate::recipe::{Method, Recipe, Rounding, Transform};
 use crate::scheme::{GroupSize, Scheme};
+pub use forecast::{Effort, Forecast};
 use form::Form;
-use run::Run;
+pub use run::Run;
+use transform::plainly;
 
 /// What GPTQ does unless it is told otherwise.
 const DAMP_PERCENT: f64 = 0.05;
 const DAMP_AUTO_INCREMENT: f64 = 0.01;
 
-pub fn gptq(args: &GptqArgs, printer: Printer) -> Result<()> {
+/// A command that quantizes, ready to go; `None` for any other.
+pub fn prepared(command: &Command, printer: Printer) -> Option<Result<Run<'_>>> {
+    match command {
+        Command::Gptq(args) => Some(gptq(args, printer)),
+        Command::Rtn(args) => Some(rtn(args, printer)),
+        Command::Awq(args) => Some(awq(args, printer)),
+        Command::Smoothquant(args) => Some(smoothquant(args, printer)),
+        Command::Fp8(args) => Some(fp8(args, printer)),
+        _ => None,
+    }
+}
+
+fn gptq(args: &GptqArgs, printer: Printer) -> Result<Run<'_>> {
     let options = GptqOptions {
-        scheme: scheme(&args.scheme, !args.scheme.asym)?,
+        scheme: scheme(&args.scheme, !args.asym)?,
         order: if args.desc_act { Order::Activation } else { args.order.into() },
         static_groups: args.static_groups,
         damp_percent: args.damp_percent,
@@ -46,37 +67,35 @@ pub fn gptq(args: &GptqArgs, printer: Printer) -> Result<()> {
     };
     let rounding =
         Rounding::Gptq { options, true_sequential: !args.no_true_sequential, drift_correction: args.drift_correction };
-    Run {
+    Ok(Run {
         method: method("gptq", rounding, &args.output),
         form: form(args.format),
         model: &args.model,
-        scheme: &args.scheme,
+        scheme: Cow::Borrowed(&args.scheme),
         calibration: &args.calibration,
         output: &args.output,
         printer,
-    }
-    .go()
+    })
 }
 
-pub fn rtn(args: &RtnArgs, printer: Printer) -> Result<()> {
-    let rounding = Rounding::Rtn { scheme: scheme(&args.scheme, !args.scheme.asym)?, grid: args.grid.into() };
+fn rtn(args: &RtnArgs, printer: Printer) -> Result<Run<'_>> {
+    let rounding = Rounding::Rtn { scheme: scheme(&args.scheme, !args.asym)?, grid: args.grid.into() };
     let method = method("rtn", rounding, &args.output);
     if let (false, Some(option)) = (method.calibrates(), args.calibration.given()) {
         bail!("{option} is for calibration, and rtn calibrates only with `--grid hessian` or `--kv-cache`");
     }
-    Run {
+    Ok(Run {
         method,
         form: form(args.format),
         model: &args.model,
-        scheme: &args.scheme,
+        scheme: Cow::Borrowed(&args.scheme),
         calibration: &args.calibration,
         output: &args.output,
         printer,
-    }
-    .go()
+    })
 }
 
-pub fn awq(args: &AwqArgs, printer: Printer) -> Result<()> {
+fn awq(args: &AwqArgs, printer: Printer) -> Result<Run<'_>> {
     let rounding = rounding(args.rounding, scheme(&args.scheme, args.sym)?, args.grid.into());
     let transform = Transform::Awq {
         points: args.points.into(),
@@ -84,19 +103,18 @@ pub fn awq(args: &AwqArgs, printer: Printer) -> Result<()> {
         grouped_values: args.grouped_values,
         tokens: args.search_tokens as usize,
     };
-    Run {
+    Ok(Run {
         method: Method { transform: Some(transform), ..method("awq", rounding, &args.output) },
         form: form(args.format),
         model: &args.model,
-        scheme: &args.scheme,
+        scheme: Cow::Borrowed(&args.scheme),
         calibration: &args.calibration,
         output: &args.output,
         printer,
-    }
-    .go()
+    })
 }
 
-pub fn smoothquant(args: &SmoothquantArgs, printer: Printer) -> Result<()> {
+fn smoothquant(args: &SmoothquantArgs, printer: Printer) -> Result<Run<'_>> {
     let scheme = Scheme { bits: 8, group_size: GroupSize::CHANNEL, sym: true };
     let alpha = match args.alpha {
         Alpha::Auto => None,
@@ -105,19 +123,18 @@ pub fn smoothquant(args: &SmoothquantArgs, printer: Printer) -> Result<()> {
     let activations = if args.static_activations { InputsKind::Tensor } else { InputsKind::Token };
     let transform = Some(Transform::Smoothquant { alpha, tokens: args.search_tokens as usize });
     let rounding = rounding(args.rounding, scheme, Grid::Hessian);
-    Run {
+    Ok(Run {
         method: Method { transform, activations, ..method("smoothquant", rounding, &args.output) },
         form: Form::Int8,
         model: &args.model,
-        scheme: &fixed(scheme, &args.skips),
+        scheme: Cow::Owned(fixed(scheme, &args.skips)),
         calibration: &args.calibration,
         output: &args.output,
         printer,
-    }
-    .go()
+    })
 }
 
-pub fn fp8(args: &Fp8Args, printer: Printer) -> Result<()> {
+fn fp8(args: &Fp8Args, printer: Printer) -> Result<Run<'_>> {
     let tile = match (args.weights, args.format) {
         (Some(Float8TileArg::Tensor), _) => Tile::Tensor,
         (Some(Float8TileArg::Channel), Float8FormatArg::Fp8) => {
@@ -139,19 +156,51 @@ pub fn fp8(args: &Fp8Args, printer: Printer) -> Result<()> {
             "{option} is for calibration, and fp8 calibrates only with `--static-activations`, `--rounding gptq` or `--kv-cache`"
         );
     }
-    Run {
+    Ok(Run {
         method,
         form: match args.format {
             Float8FormatArg::CompressedTensors => Form::Float8,
             Float8FormatArg::Fp8 => Form::Fp8,
         },
         model: &args.model,
-        scheme: &fixed(Scheme::FLOAT8, &args.skips),
+        scheme: Cow::Owned(fixed(Scheme::FLOAT8, &args.skips)),
         calibration: &args.calibration,
         output: &args.output,
         printer,
+    })
+}
+
+/// The perplexity that plain rounding at the same bits has, where the artifact's manifest tells what was asked for; `None`
+/// where it does not, and where the artifact was made by plain rounding.
+pub fn control_of(
+    manifest: &Manifest,
+    reference: &Runnable,
+    how: &Measurement,
+    printer: Printer,
+) -> Result<Option<Measured>> {
+    let Ok(recipe) = serde_json::from_value::<Recipe>(manifest.options.clone()) else { return Ok(None) };
+    let Some((form, version)) = Form::named(&recipe.format) else { return Ok(None) };
+    if is_control(&recipe.method) {
+        return Ok(None);
     }
-    .go()
+    let base = recipe.method.scheme();
+    let args = SchemeArgs {
+        bits: base.bits,
+        group_size: base.group_size.raw(),
+        rules: recipe.rules,
+        skips: recipe.skips,
+        on_misfit: OnMisfit::from_str(&recipe.on_misfit, false).unwrap_or(OnMisfit::Refuse),
+        on_misfit_given: false,
+    };
+    let plain = control::plain(&recipe.method);
+    let layout = form.layout(&plain, version);
+    let modules = modules::settle(&reference.model, base, &args, &*layout)?;
+    control::control(reference, &plain, &modules, &*layout, how, printer).map(Some)
+}
+
+/// Whether the method is what it would be held against.
+fn is_control(method: &Method) -> bool {
+    method.transform.is_none() && method.rounding == plainly(&method.rounding) && !method.activations.is_static()
 }
 
 /// A method that only rounds.
@@ -202,7 +251,6 @@ fn fixed(scheme: Scheme, skips: &[String]) -> SchemeArgs {
     SchemeArgs {
         bits: scheme.bits,
         group_size: scheme.group_size.raw(),
-        asym: !scheme.sym,
         rules: Vec::new(),
         skips: skips.to_vec(),
         on_misfit: OnMisfit::Refuse,

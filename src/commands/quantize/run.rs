@@ -1,5 +1,6 @@
 //! A run: settle, check everything, quantize block by block, write, re-open, measure.
 
+use std::borrow::Cow;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,8 +20,7 @@ use super::job::Job;
 use super::memory;
 use super::modules::{self, Modules};
 use super::summary::{BlockScaling, Summary};
-use super::transform::plainly;
-use super::work::{Found, ModuleReport, Work, blocks};
+use super::work::{Found, ModuleReport, Resume, Work, blocks};
 use crate::backend::Backend;
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
@@ -50,10 +50,17 @@ pub struct Run<'a> {
     pub method: Method,
     pub form: Form,
     pub model: &'a ModelArgs,
-    pub scheme: &'a SchemeArgs,
+    pub scheme: Cow<'a, SchemeArgs>,
     pub calibration: &'a CalibrationArgs,
     pub output: &'a OutputArgs,
     pub printer: Printer,
+}
+
+/// What is settled before any work.
+pub struct Settled {
+    pub modules: Modules,
+    pub version: Version,
+    pub layout: Box<dyn Layout>,
 }
 
 impl Run<'_> {
@@ -72,21 +79,10 @@ impl Run<'_> {
             bail!("fp8 with `--rounding gptq` computes on the CPU; add `--device cpu`");
         }
         let original = open(&located.dir, backend.clone(), printer)?;
-        if let Some(method) = original.method {
-            bail!(
-                "`{}` is quantized already (by {method}); give the floating-point checkpoint it was made from",
-                located.dir.display()
-            );
-        }
+        self.refuse_quantized(&original, &located)?;
         let model = &original.model;
-        let modules = modules::settle(model, base, self.scheme, &*self.form.layout(&self.method, Version::V1))?;
+        let Settled { modules, version, layout } = self.settle(model)?;
         modules.notes.iter().for_each(|note| printer.warn(note));
-        let version = match &self.output.checkpoint_format {
-            Some(name) => Version::parse(name).context("--checkpoint-format is gptq or gptq_v2")?,
-            None => modules.safest_version(base),
-        };
-        let layout = self.form.layout(&self.method, version);
-        layout.accepts(&modules.modules).map_err(anyhow::Error::msg)?;
         self.check_consumers(&modules, &*layout)?;
         if let Rounding::Float8 { tile, feedback: true } = self.method.rounding {
             let ragged = |m: &&Module| m.scheme.is_some() && !m.cols.is_multiple_of(tile.size(m.rows, m.cols).1);
@@ -159,7 +155,7 @@ impl Run<'_> {
             calibration: calibrated.as_ref().map(|(_, record)| record.clone()),
         };
         let record = json!({"tool": env!("CARGO_PKG_VERSION"), "recipe": recipe, "source": source_files});
-        let Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.output.resume)?;
+        let Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.resume())?;
         if self.output.resume && !resumed {
             printer.note("--resume: no earlier run is there; starting from the first block");
         }
@@ -221,7 +217,7 @@ impl Run<'_> {
                 bail!(CheckFailed(format!("the perplexity of the artifact is {}", after.result.perplexity)));
             }
             let control = match &measurement {
-                Some(text) if !self.is_control() => {
+                Some(text) if !super::is_control(&self.method) => {
                     let how = self.measurement(&original, text);
                     let plain = plain(&self.method);
                     let layout = self.form.layout(&plain, version);
@@ -266,6 +262,30 @@ impl Run<'_> {
         self.conclude(&summary, before.zip(after), control)
     }
 
+    /// What is quantized already cannot be a source.
+    pub fn refuse_quantized(&self, original: &Runnable, located: &Located) -> Result<()> {
+        if let Some(method) = original.method {
+            bail!(
+                "`{}` is quantized already (by {method}); give the floating-point checkpoint it was made from",
+                located.dir.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// Which linears are quantized, and how they are stored; refused here if that cannot be.
+    pub fn settle(&self, model: &Model) -> Result<Settled> {
+        let base = self.method.scheme();
+        let modules = modules::settle(model, base, &self.scheme, &*self.form.layout(&self.method, Version::V1))?;
+        let version = match &self.output.checkpoint_format {
+            Some(name) => Version::parse(name).context("--checkpoint-format is gptq or gptq_v2")?,
+            None => modules.safest_version(base),
+        };
+        let layout = self.form.layout(&self.method, version);
+        layout.accepts(&modules.modules).map_err(anyhow::Error::msg)?;
+        Ok(Settled { modules, version, layout })
+    }
+
     /// What happens to finished blocks when the run ends early.
     fn stopped(&self, error: anyhow::Error, work: Work) -> anyhow::Error {
         if exit::code(&error) == exit::CHECK_FAILED {
@@ -273,8 +293,9 @@ impl Run<'_> {
             return work.remove().err().unwrap_or(error);
         }
         if work.finished() > 0 {
+            let how = if self.output.resume_same { "the same recipe" } else { "the same command with --resume" };
             self.printer.note(format!(
-                "{} finished, kept in `{}`; the same command with --resume goes on from there",
+                "{} finished, kept in `{}`; {how} goes on from there",
                 blocks(work.finished()),
                 work.dir().display()
             ));
@@ -282,7 +303,15 @@ impl Run<'_> {
         error
     }
 
-    fn max_shard_bytes(&self) -> u64 {
+    fn resume(&self) -> Resume {
+        match (self.output.resume_same, self.output.resume) {
+            (true, _) => Resume::IfSame,
+            (false, true) => Resume::Yes,
+            (false, false) => Resume::No,
+        }
+    }
+
+    pub fn max_shard_bytes(&self) -> u64 {
         self.output.max_shard_size * 1_000_000
     }
 
@@ -315,7 +344,7 @@ impl Run<'_> {
     }
 
     /// `--for` refuses; without it, consumers that would not load the artifact are named.
-    fn check_consumers(&self, modules: &Modules, layout: &dyn Layout) -> Result<()> {
+    pub fn check_consumers(&self, modules: &Modules, layout: &dyn Layout) -> Result<()> {
         let plan = modules.plan(self.method.scheme(), layout.kind(self.scattered()), self.method.kv_cache);
         for name in &self.output.consumers {
             if let Some(refusal) = check(parse(name)?, &plan).first() {
@@ -378,13 +407,6 @@ impl Run<'_> {
                 self.printer.warn(format!("only {} are free on {}; {what}", bytes(free), backend.device()));
             }
         }
-    }
-
-    /// Whether the method is what it would be held against.
-    fn is_control(&self) -> bool {
-        self.method.transform.is_none()
-            && self.method.rounding == plainly(&self.method.rounding)
-            && !self.method.activations.is_static()
     }
 
     /// Says what came of it all, and holds it against the limit the user set.

@@ -16,7 +16,7 @@ pub struct BlockScaling {
     /// The error that the search measured, in parts of what it was without.
     pub error_ratio: Option<f64>,
     /// How strongly inputs were smoothed.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "crate::num::short::option")]
     pub alpha: Option<f32>,
 }
 

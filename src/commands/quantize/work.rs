@@ -31,7 +31,7 @@ pub struct ModuleReport {
     /// Input channels that calibration saw only as zero.
     pub dead_channels: usize,
     /// The largest magnitude among its inputs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "crate::num::short::option")]
     pub input_max: Option<f32>,
     /// That in parts of their root mean square.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -51,7 +51,7 @@ pub struct BlockReport {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error_ratio: Option<f64>,
     /// How strongly inputs were smoothed.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "crate::num::short::option")]
     pub alpha: Option<f32>,
 }
 
@@ -68,6 +68,17 @@ pub struct Found {
     pub resumed: bool,
     /// How many blocks of another run were removed.
     pub removed: usize,
+}
+
+/// What becomes of blocks of an earlier run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resume {
+    /// Those of an equal run stop this one, so that the user may decide; others are removed.
+    No,
+    /// They must be those of an equal run.
+    Yes,
+    /// Those of an equal run are taken up; others are removed.
+    IfSame,
 }
 
 /// The folder beside the output that holds finished blocks. It goes when it is dropped without any.
@@ -98,9 +109,8 @@ impl Work {
         Ok(bytes)
     }
 
-    /// Opens the work folder of `out` for a run described by `job`. Blocks of an equal run are kept, and only
-    /// `resume` goes on from them; those of another run are removed.
-    pub fn open(out: &Path, job: &Value, quantization: Value, resume: bool) -> Result<Found> {
+    /// Opens the work folder of `out` for a run described by `job`.
+    pub fn open(out: &Path, job: &Value, quantization: Value, resume: Resume) -> Result<Found> {
         let dir = Self::folder(out)?;
         let record = dir.join("job.json");
         let (mut resumed, mut removed) = (false, 0);
@@ -116,8 +126,9 @@ impl Work {
             let earlier: Value =
                 fs::read(&record).ok().and_then(|b| serde_json::from_slice(&b).ok()).unwrap_or_default();
             let finished = blocks_in(&dir);
-            if resume {
-                if earlier != *job {
+            let same = earlier == *job;
+            if resume == Resume::Yes || (resume == Resume::IfSame && same) {
+                if !same {
                     bail!(
                         "--resume: `{}` comes from other options, another model or another version{}; run without --resume to start anew",
                         dir.display(),
@@ -125,7 +136,7 @@ impl Work {
                     );
                 }
                 resumed = true;
-            } else if earlier == *job && finished > 0 {
+            } else if same && finished > 0 {
                 bail!(
                     "an earlier run with the same options finished {}, kept in `{}`; use `--resume` to go on from there, or delete that folder to start anew",
                     blocks(finished),

@@ -5,10 +5,11 @@ use serde_json::Value;
 use crate::backend::weight::Weight;
 use crate::checkpoint::Checkpoint;
 use crate::format::config::Found;
+use crate::format::consumers::Kind;
 use crate::format::stored::{FLOATS, Linear, StoredSource, Tensors, having, left_out, nothing_quantized};
 use crate::format::{FormatError, Opened};
 use crate::pack::awq::{BITS, FIELDS, unpack, weight};
-use crate::scheme::GroupSize;
+use crate::scheme::{GroupSize, Scheme};
 use crate::tensor::Dtype;
 
 /// What the config says.
@@ -36,7 +37,9 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
     let left = skips(&found.value);
     let warnings = left_out(&names, |name| left.iter().any(|part| name.contains(part)));
     let source = StoredSource::open(checkpoint, &names, |tensors| check(tensors, &settings))?;
-    Ok(Opened { method: Some("awq"), source: Box::new(source), warnings })
+    let quantization = source
+        .quantization(|stored| (Kind::Awq, Scheme { bits: BITS, group_size: settings.group_size, sym: !stored.zeros }));
+    Ok(Opened { method: Some("awq"), source: Box::new(source), quantization, warnings })
 }
 
 fn skips(value: &Value) -> Vec<&str> {

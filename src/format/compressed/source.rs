@@ -3,9 +3,11 @@
 use std::collections::BTreeSet;
 
 use super::settings::{Arguments, Settings, Strategy};
+use super::write::Form;
 use crate::backend::weight::{Gptq, Int8, Weight};
 use crate::checkpoint::{Checkpoint, Entry};
 use crate::format::config::Found;
+use crate::format::consumers::Kind;
 use crate::format::float8::{self, Names};
 use crate::format::layout::{InputsKind, Tile};
 use crate::format::stored::{
@@ -14,6 +16,7 @@ use crate::format::stored::{
 use crate::format::{FormatError, Opened};
 use crate::num::bits;
 use crate::pack::compressed::{densified, is_dense, transposed, zero_points};
+use crate::scheme::{GroupSize, Scheme};
 use crate::tensor::{Dtype, bytes_to_words};
 
 /// Opens a folder whose config says `compressed-tensors`.
@@ -40,7 +43,8 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
         warnings.push(format!("the pattern `{pattern}` cannot be evaluated here; tensors tell what is quantized"));
     }
     let source = StoredSource::open(checkpoint, &names, |tensors| Stored::check(tensors, &settings))?;
-    Ok(Opened { method: Some("compressed-tensors"), source: Box::new(source), warnings })
+    let quantization = source.quantization(Stored::described);
+    Ok(Opened { method: Some("compressed-tensors"), source: Box::new(source), quantization, warnings })
 }
 
 /// A linear that was found.
@@ -91,6 +95,29 @@ enum Zeros {
 }
 
 impl Stored {
+    /// As consumers look at it.
+    fn described(&self) -> (Kind, Scheme) {
+        let grouped = |scales: &Scales, cols: usize| match scales.count {
+            1 => GroupSize::CHANNEL,
+            _ => i32::try_from(scales.group.min(cols)).ok().and_then(GroupSize::new).unwrap_or(GroupSize::CHANNEL),
+        };
+        match self {
+            Stored::Packed(stored) => {
+                let sym = matches!(stored.zeros, Zeros::Middle);
+                let group_size = grouped(&stored.scales, stored.cols);
+                (Kind::Compressed(Form::Packed), Scheme { bits: stored.bits, group_size, sym })
+            }
+            Stored::Whole(stored) => {
+                let group_size = grouped(&stored.scales, stored.cols);
+                (Kind::Compressed(Form::Int8(stored.inputs)), Scheme { bits: 8, group_size, sym: !stored.asymmetric })
+            }
+            Stored::Float8(found) => {
+                let form = Form::Float8 { tile: found.shared, inputs: found.inputs };
+                (Kind::Compressed(form), Scheme::FLOAT8)
+            }
+        }
+    }
+
     fn check(tensors: Tensors, settings: &Settings) -> Result<Self, String> {
         let group = settings.group_of(tensors.module)?;
         let weights = &group.weights;

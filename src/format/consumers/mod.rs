@@ -309,7 +309,7 @@ const FUSED: [&[&str]; 3] = [&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up
 fn unlike_parts(plan: &Plan) -> Vec<Complaint> {
     // Mixtures of experts have tens of thousands of linears.
     let by_name: BTreeMap<&str, &Module> = plan.modules.iter().map(|module| (&*module.name, module)).collect();
-    let mut out = Vec::new();
+    let mut out = Complaints::default();
     for parts in FUSED {
         for first in &plan.modules {
             let Some(parent) = first.name.strip_suffix(parts[0]) else { continue };
@@ -322,11 +322,11 @@ fn unlike_parts(plan: &Plan) -> Vec<Complaint> {
             };
             if !present.iter().all(|m| alike(m)) {
                 let why = format!("{} become one linear and must all have one scheme or none", parts.join(", "));
-                out.push((why, present.into_iter().map(|m| m.name.clone()).collect()));
+                present.into_iter().for_each(|module| out.add(why.clone(), module));
             }
         }
     }
-    out
+    out.0
 }
 
 #[cfg(test)]
@@ -436,6 +436,13 @@ mod tests {
         assert!(check(parse("transformers").unwrap(), &plan).is_empty());
         plan.modules[1].scheme = Some(scheme(8, 128, true));
         assert_eq!(check(parse("sglang").unwrap(), &plan).len(), 1);
+        // One complaint, however many layers it is about.
+        let mut deep = plan.clone();
+        let more = plan.modules.iter().map(|m| Module { name: m.name.replace("layers.0", "layers.1"), ..m.clone() });
+        deep.modules.extend(more);
+        let refused = check(parse("sglang").unwrap(), &deep);
+        assert_eq!((refused.len(), refused[0].modules.len()), (1, 6));
+        assert!(refused[0].to_string().ends_with("(`model.layers.0.self_attn.q_proj` and 5 more)"), "{}", refused[0]);
         for module in &mut plan.modules[..3] {
             module.scheme = None;
         }

@@ -5,10 +5,12 @@ use serde_json::Value;
 use super::write::names;
 use crate::checkpoint::Checkpoint;
 use crate::format::config::Found;
+use crate::format::consumers::Kind;
 use crate::format::float8::{self, Names};
 use crate::format::layout::{InputsKind, Tile};
 use crate::format::stored::{StoredSource, Tensors, having, left_out, nothing_quantized};
 use crate::format::{FormatError, Opened};
+use crate::scheme::Scheme;
 use crate::tensor::Dtype;
 
 /// What the config says.
@@ -28,7 +30,9 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
     }
     let warnings = left_out(&names, |name| is_left(name, &found.value));
     let source = StoredSource::open(checkpoint, &names, |tensors| check(tensors, &settings))?;
-    Ok(Opened { method: Some("fp8"), source: Box::new(source), warnings })
+    let quantization =
+        source.quantization(|found| (Kind::Fp8 { tile: found.shared, inputs: found.inputs }, Scheme::FLOAT8));
+    Ok(Opened { method: Some("fp8"), source: Box::new(source), quantization, warnings })
 }
 
 /// Whether the config leaves out a module: by its path or that of what holds it.

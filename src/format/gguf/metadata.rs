@@ -95,6 +95,11 @@ pub fn describe(checkpoint: &Checkpoint, config: &ModelConfig, options: &Options
     Ok(Described { metadata, rope_freqs: keys.rope_freqs(config), warnings })
 }
 
+/// The values of the tensor `rope_freqs.weight` for a `config.json`, if the model needs one.
+pub fn rope_freqs(json: &Json, config: &ModelConfig) -> Option<Vec<f32>> {
+    Keys::new(json).rope_freqs(config)
+}
+
 /// Sets keys of one architecture.
 struct Writer<'a> {
     metadata: &'a mut Metadata,

@@ -6,7 +6,9 @@ use thiserror::Error;
 
 pub use super::file_type::FileType;
 use super::file_type::FileType as F;
+use super::names::Architecture;
 use super::write::{layer, sort_as_written};
+use crate::model::config::ModelConfig;
 use crate::num::ggml::GgmlType::{self, *};
 
 /// What the rules ask about a model.
@@ -19,6 +21,19 @@ pub struct ModelFacts {
     pub kv_heads: usize,
     /// 0 or 1 where there are none.
     pub experts: usize,
+}
+
+impl ModelFacts {
+    /// Those of a model without experts, which all that are run are.
+    pub fn of(config: &ModelConfig, architecture: &Architecture) -> Self {
+        Self {
+            architecture: architecture.name.into(),
+            layers: config.layers.len(),
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            experts: 0,
+        }
+    }
 }
 
 /// What the user asks for.
@@ -221,6 +236,14 @@ pub fn fitting(kind: GgmlType, cols: usize) -> GgmlType {
         _ => F16,
     };
     if cols.is_multiple_of(other.block()) { other } else { F16 }
+}
+
+/// What a tensor that is not quantized is stored as, where the source has it as `stored`: vectors always in F32.
+pub fn kept(stored: GgmlType, shape: &[usize]) -> GgmlType {
+    match shape {
+        [] | [_] => F32,
+        [.., cols] => fitting(stored, *cols),
+    }
 }
 
 fn needs_importance(name: &str, kind: GgmlType, file_type: FileType) -> bool {

@@ -192,6 +192,11 @@ impl Plan {
     }
 }
 
+/// Bytes that tensors take in a file, with what fills them up to the alignment; `None` where one has no size.
+pub fn data_bytes(tensors: &[TensorSpec]) -> Option<u64> {
+    tensors.iter().try_fold(0u64, |sum, spec| sum.checked_add(padded(spec.bytes()?)))
+}
+
 fn padded(bytes: u64) -> u64 {
     bytes.next_multiple_of(ALIGNMENT)
 }

@@ -6,7 +6,7 @@ mod source;
 mod write;
 
 pub use layout::GptqLayout;
-pub use source::{GptqSource, Stored};
+pub use source::{GptqSource, Stored, ZeroPoints};
 pub(super) use write::rule_json;
 pub use write::{GptqConfig, Rule, linear_specs, linear_tensors};
 
@@ -17,5 +17,6 @@ use crate::checkpoint::Checkpoint;
 pub(super) fn open(checkpoint: Checkpoint, found: &config::Found) -> Result<Opened, FormatError> {
     let source = GptqSource::open(checkpoint, found)?;
     let warnings = source.warnings().to_vec();
-    Ok(Opened { method: Some("gptq"), source: Box::new(source), warnings })
+    let quantization = source.quantization();
+    Ok(Opened { method: Some("gptq"), source: Box::new(source), quantization, warnings })
 }

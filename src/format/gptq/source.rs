@@ -8,9 +8,10 @@ use rayon::prelude::*;
 use super::settings::Settings;
 use crate::backend::weight::{Gptq, Weight};
 use crate::checkpoint::Checkpoint;
-use crate::format::FormatError;
 use crate::format::config::Found;
+use crate::format::consumers::Kind;
 use crate::format::stored::{FLOATS, Tensors, checked_groups, in_order, nothing_quantized, same_shape};
+use crate::format::{FormatError, Quantization, cache_scales};
 use crate::model::source::{SourceError, WeightSource, dense};
 use crate::num::bits;
 use crate::pack::gptq::{Version, zero_points};
@@ -29,12 +30,12 @@ pub struct Stored {
     pub scattered: bool,
     /// `None` if the file has none, or one that means nothing.
     g_idx: Option<Vec<u32>>,
-    zeros: ZeroPoints,
+    pub zeros: ZeroPoints,
 }
 
 /// What the zero points of a module tell about their version.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum ZeroPoints {
+pub enum ZeroPoints {
     Asymmetric,
     Agree,
     /// All are the middle of the other version.
@@ -47,11 +48,25 @@ enum ZeroPoints {
 #[derive(Debug)]
 pub struct GptqSource {
     checkpoint: Checkpoint,
+    /// What the config says of most linears.
+    base: Scheme,
     modules: BTreeMap<String, Stored>,
     warnings: Vec<String>,
 }
 
 impl GptqSource {
+    /// The linears, as consumers look at them.
+    pub fn quantization(&self) -> Option<Quantization> {
+        let version = self.modules.values().next()?.version;
+        let desc_act = self.modules.values().any(|stored| stored.scattered);
+        Some(Quantization {
+            kind: Kind::Gptq { version, desc_act },
+            base: self.base,
+            schemes: self.modules.iter().map(|(name, stored)| (name.clone(), stored.scheme)).collect(),
+            kv_cache: cache_scales(&self.checkpoint),
+        })
+    }
+
     /// Opens an artifact and checks every module.
     pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Self, FormatError> {
         let settings = Settings::parse(found)?;
@@ -65,7 +80,7 @@ impl GptqSource {
         };
         let modules: BTreeMap<String, Stored> = names.par_iter().map(read).collect::<Result<_, _>>()?;
         let warnings = warnings(&modules, &settings);
-        Ok(Self { checkpoint, modules, warnings })
+        Ok(Self { checkpoint, base: settings.scheme, modules, warnings })
     }
 
     /// What is odd about the artifact, yet readable.

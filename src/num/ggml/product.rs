@@ -1,17 +1,18 @@
-//! Products of rows of blocks with a vector, from the blocks themselves: only a run of 256 values is ever decoded.
+//! Products of rows of blocks with vectors, from the blocks themselves: with one vector, only a run of 256 values is ever
+//! decoded; with several, a few rows.
 
 use super::GgmlType::{self, *};
 use super::{basic, iq, k, ternary};
+use crate::num::few::{LANES, total};
 use crate::num::lanes::{Simd, WithSimd, run};
 use crate::num::simd::half;
 
-/// Running sums of a product: one order of additions, whatever vectors the processor has.
-const LANES: usize = 32;
 /// Values decoded at a time: what was just written is slow to read in wider vectors.
 const RUN: usize = 256;
 
 impl GgmlType {
-    /// `out[r] = sum_k rows[r, k] x[k]`, in f32. A product depends on its row and on `x` alone, bit for bit.
+    /// `out[r] = sum_k rows[r, k] x[k]`, in f32. A product depends on its row and on `x` alone, bit for bit, and is that
+    /// of `num::few` with [`Self::values`].
     ///
     /// # Panics
     ///
@@ -22,7 +23,20 @@ impl GgmlType {
         if rows.is_empty() {
             return out.fill(0.0);
         }
-        let task = Task { rows, x, out };
+        self.decoder(Products { rows, x, out });
+    }
+
+    /// Decodes whole blocks, any number of them, to the numbers that products are made of.
+    ///
+    /// # Panics
+    ///
+    /// When the lengths do not belong together: `bytes.len()` must be `row_bytes(out.len())`.
+    pub fn values(self, bytes: &[u8], out: &mut [f32]) {
+        assert_eq!(Some(bytes.len()), self.row_bytes(out.len()), "{} values of {self}", out.len());
+        self.decoder(Values { bytes, out });
+    }
+
+    fn decoder(self, task: impl Task) {
         match self {
             F32 => task.with(Numbers(f32::from_le_bytes)),
             F16 => task.with(Numbers(|b| half(u16::from_le_bytes(b)))),
@@ -53,27 +67,43 @@ impl GgmlType {
     }
 }
 
-/// What is multiplied, and where the sums go.
-struct Task<'a> {
+/// What is done with rows, once it is known how they are decoded.
+trait Task {
+    fn with(self, decode: impl Decode);
+}
+
+/// Rows by one vector.
+struct Products<'a> {
     rows: &'a [u8],
     x: &'a [f32],
     out: &'a mut [f32],
 }
 
-impl Task<'_> {
+/// Blocks to numbers.
+struct Values<'a> {
+    bytes: &'a [u8],
+    out: &'a mut [f32],
+}
+
+impl Task for Products<'_> {
     fn with(self, decode: impl Decode) {
         run(Decoding { task: self, decode: &decode });
     }
 }
 
-struct Decoding<'a, D> {
-    task: Task<'a>,
+impl Task for Values<'_> {
+    fn with(self, decode: impl Decode) {
+        run(Decoding { task: self, decode: &decode });
+    }
+}
+
+struct Decoding<'a, T, D> {
+    task: T,
     decode: &'a D,
 }
 
-/// A run of values, `w[i] * scales[i / 16] - mins[i / 16]`.
-struct Run {
-    w: [f32; RUN],
+/// What makes values of a run `w`: `w[i] * scales[i / 16] - mins[i / 16]`.
+struct Factors {
     scales: [f32; RUN / 16],
     mins: [f32; RUN / 16],
 }
@@ -86,8 +116,8 @@ trait Decode {
     const SCALES: bool = false;
     const MINS: bool = false;
 
-    /// Decodes whole blocks of at most [`RUN`] values.
-    fn decode(&self, bytes: &[u8], run: &mut Run);
+    /// Decodes whole blocks of at most [`RUN`] values to the first of `w`.
+    fn decode(&self, bytes: &[u8], w: &mut [f32], factors: &mut Factors);
 }
 
 /// Plain numbers.
@@ -97,8 +127,8 @@ impl<F: Fn([u8; BYTES]) -> f32, const BYTES: usize> Decode for Numbers<F, BYTES>
     const BLOCK: (usize, usize) = (BYTES, 1);
 
     #[inline(always)]
-    fn decode(&self, bytes: &[u8], run: &mut Run) {
-        for (w, bytes) in run.w.iter_mut().zip(bytes.as_chunks().0) {
+    fn decode(&self, bytes: &[u8], w: &mut [f32], _: &mut Factors) {
+        for (w, bytes) in w.iter_mut().zip(bytes.as_chunks().0) {
             *w = (self.0)(*bytes);
         }
     }
@@ -114,14 +144,14 @@ where
     const BLOCK: (usize, usize) = (BYTES, VALUES);
 
     #[inline(always)]
-    fn decode(&self, bytes: &[u8], run: &mut Run) {
-        for (w, bytes) in run.w.as_chunks_mut().0.iter_mut().zip(bytes.as_chunks().0) {
+    fn decode(&self, bytes: &[u8], w: &mut [f32], _: &mut Factors) {
+        for (w, bytes) in w.as_chunks_mut().0.iter_mut().zip(bytes.as_chunks().0) {
             (self.0)(bytes, w);
         }
     }
 }
 
-/// Blocks that are decoded to integers, less the one that stands for zero: their scales are multiplied once for several.
+/// Blocks that are decoded to integers, less the one that stands for zero; scales apply to 16 of them at a time.
 struct Codes<F, const BYTES: usize, const VALUES: usize, const ZERO: u8, const MINS: bool>(F);
 
 /// Integers of a block, and its scales and minima, one for 16.
@@ -137,20 +167,48 @@ where
     const MINS: bool = MINS;
 
     #[inline(always)]
-    fn decode(&self, bytes: &[u8], run: &mut Run) {
+    fn decode(&self, bytes: &[u8], w: &mut [f32], Factors { scales, mins }: &mut Factors) {
         let mut codes = [0; RUN];
         let parts = codes.as_chunks_mut().0.iter_mut();
-        let parts = parts.zip(run.scales.chunks_exact_mut(VALUES / 16)).zip(run.mins.chunks_exact_mut(VALUES / 16));
+        let parts = parts.zip(scales.chunks_exact_mut(VALUES / 16)).zip(mins.chunks_exact_mut(VALUES / 16));
         for (((codes, scales), mins), bytes) in parts.zip(bytes.as_chunks().0) {
             (self.0)(bytes, (codes, scales, mins));
         }
-        for (w, code) in run.w.iter_mut().zip(codes) {
+        for (w, code) in w.iter_mut().zip(codes) {
             *w = (code.wrapping_sub(ZERO) as i8) as f32;
         }
     }
 }
 
-impl<D: Decode> WithSimd for Decoding<'_, D> {
+impl Factors {
+    fn new() -> Self {
+        Self { scales: [1.0; RUN / 16], mins: [0.0; RUN / 16] }
+    }
+}
+
+impl<D: Decode> WithSimd for Decoding<'_, Values<'_>, D> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { task: Values { bytes, out }, decode } = self;
+        let (size, values) = D::BLOCK;
+        let mut factors = Factors::new();
+        for (blocks, out) in bytes.chunks(RUN / values * size).zip(out.chunks_mut(RUN)) {
+            decode.decode(blocks, out, &mut factors);
+            if D::SCALES {
+                for (out, (scale, min)) in out.chunks_mut(16).zip(factors.scales.iter().zip(&factors.mins)) {
+                    for out in out {
+                        let scaled = scale * *out;
+                        *out = if D::MINS { scaled - min } else { scaled };
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<D: Decode> WithSimd for Decoding<'_, Products<'_>, D> {
     type Output = ();
 
     #[inline(always)]
@@ -166,33 +224,33 @@ impl<D: Decode> WithSimd for Decoding<'_, D> {
     }
 }
 
-impl<D: Decode> Decoding<'_, D> {
+impl<D: Decode> Decoding<'_, Products<'_>, D> {
     #[inline(always)]
     fn multiply<S: Simd, const N: usize>(self, simd: S) {
-        let Self { task: Task { rows, x, out }, decode } = self;
+        let Self { task: Products { rows, x, out }, decode } = self;
         let (bytes, values) = D::BLOCK;
-        let mut run = Run { w: [0.0; RUN], scales: [1.0; RUN / 16], mins: [0.0; RUN / 16] };
+        let (mut run, mut factors) = ([0.0; RUN], Factors::new());
         for (row, out) in rows.chunks_exact(x.len() / values * bytes).zip(out) {
             let mut sums = [[simd.splat_f32s(0.0); N]; 2];
             let mut tail = 0.0;
             for (blocks, x) in row.chunks(RUN / values * bytes).zip(x.chunks(RUN)) {
-                decode.decode(blocks, &mut run);
-                let (whole, rest) = run.w[..x.len()].as_chunks::<LANES>();
+                decode.decode(blocks, &mut run, &mut factors);
+                let (whole, rest) = run[..x.len()].as_chunks::<LANES>();
                 let (whole_x, rest_x) = x.as_chunks::<LANES>();
                 for (j, (w, x)) in whole.iter().zip(whole_x).enumerate() {
                     let (w, x) = (vectors::<S::f32s, N>(w), vectors::<S::f32s, N>(x));
                     for h in 0..2 {
-                        let scale = simd.splat_f32s(run.scales[2 * j + h]);
-                        let min = simd.splat_f32s(run.mins[2 * j + h]);
+                        let scale = simd.splat_f32s(factors.scales[2 * j + h]);
+                        let min = simd.splat_f32s(factors.mins[2 * j + h]);
                         for n in 0..N {
-                            let mut product = simd.mul_f32s(w[h][n], x[h][n]);
+                            let mut value = w[h][n];
                             if D::SCALES {
-                                product = simd.mul_f32s(scale, product);
+                                value = simd.mul_f32s(scale, value);
                             }
                             if D::MINS {
-                                product = simd.sub_f32s(product, simd.mul_f32s(min, x[h][n]));
+                                value = simd.sub_f32s(value, min);
                             }
-                            sums[h][n] = simd.add_f32s(sums[h][n], product);
+                            sums[h][n] = simd.add_f32s(sums[h][n], simd.mul_f32s(value, x[h][n]));
                         }
                     }
                 }
@@ -201,7 +259,11 @@ impl<D: Decode> Decoding<'_, D> {
                     tail += w * x;
                 }
             }
-            *out = total(bytemuck::cast_slice(sums.as_flattened())) + tail;
+            let [mut first, second] = sums;
+            for n in 0..N {
+                first[n] = simd.add_f32s(first[n], second[n]);
+            }
+            *out = total(simd, first) + tail;
         }
     }
 }
@@ -212,21 +274,6 @@ fn vectors<V: bytemuck::Pod, const N: usize>(values: &[f32; LANES]) -> &[[V; N]]
     bytemuck::cast_slice::<f32, V>(values).as_chunks().0
 }
 
-/// The sum of all lanes, by halves.
-#[inline(always)]
-fn total(lanes: &[f32]) -> f32 {
-    let mut sums = [0.0; LANES];
-    sums.copy_from_slice(lanes);
-    let mut half = LANES / 2;
-    while half > 0 {
-        for l in 0..half {
-            sums[l] += sums[l + half];
-        }
-        half /= 2;
-    }
-    sums[0]
-}
-
 #[inline(always)]
 fn scale_at(block: &[u8], at: usize) -> f32 {
     half(u16::from_le_bytes([block[at], block[at + 1]]))
@@ -235,9 +282,12 @@ fn scale_at(block: &[u8], at: usize) -> f32 {
 /// Low nibbles, then high ones.
 #[inline(always)]
 fn nibbles<const BYTES: usize>(bytes: &[u8], low: &mut [u8], high: &mut [u8]) {
-    if let Some(&bytes) = bytes.first_chunk::<BYTES>() {
-        low[..BYTES].copy_from_slice(&bytes.map(|b| b & 15));
-        high[..BYTES].copy_from_slice(&bytes.map(|b| b >> 4));
+    let all = (bytes.first_chunk::<BYTES>(), low.first_chunk_mut::<BYTES>(), high.first_chunk_mut::<BYTES>());
+    if let (Some(bytes), Some(low), Some(high)) = all {
+        for l in 0..BYTES {
+            low[l] = bytes[l] & 15;
+            high[l] = bytes[l] >> 4;
+        }
     }
 }
 
@@ -326,6 +376,7 @@ fn q6_k(block: &[u8; 210], (codes, scales, _): Parts<256>) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::num::few;
     use crate::num::lanes::Scalar;
 
     fn noise(n: usize, seed: u32) -> Vec<f32> {
@@ -367,6 +418,10 @@ mod tests {
                 kind.decode(&bytes, &mut decoded);
                 let mut out = [f32::NAN; 5];
                 kind.products(&bytes, &x, &mut out);
+                let (mut values, mut again) = (vec![f32::NAN; 5 * cols], [f32::NAN; 5]);
+                kind.values(&bytes, &mut values);
+                few::products(&values, &x, cols, &mut again);
+                assert_eq!(again.map(f32::to_bits), out.map(f32::to_bits), "{kind}, {cols} columns");
                 for (row, out) in decoded.chunks_exact(cols).zip(out) {
                     let terms = || row.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x));
                     let (want, size) = (terms().sum::<f64>(), terms().map(|v| v * v).sum::<f64>().sqrt());
@@ -384,7 +439,7 @@ mod tests {
                 let (bytes, x) = (rows(kind, 3, cols), noise(cols, 7));
                 let (mut wide, mut narrow) = ([f32::NAN; 3], [f32::NAN; 3]);
                 kind.products(&bytes, &x, &mut wide);
-                Decoding { task: Task { rows: &bytes, x: &x, out: &mut narrow }, decode }.with_simd(Scalar::new());
+                Decoding { task: Products { rows: &bytes, x: &x, out: &mut narrow }, decode }.with_simd(Scalar::new());
                 assert_eq!(wide.map(f32::to_bits), narrow.map(f32::to_bits), "{kind}, {cols} columns");
             }
         }

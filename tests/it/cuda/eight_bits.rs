@@ -36,12 +36,12 @@ fn codes(n: usize, seed: u64) -> Vec<u8> {
     noise(n, seed).into_iter().map(|v| (v * 128.0) as i32 as i8 as u8).collect()
 }
 
-fn int8(rows: usize, cols: usize, inputs: Inputs) -> Weight {
+pub(super) fn int8(rows: usize, cols: usize, inputs: Inputs) -> Weight {
     let scales = noise(rows, 3).into_iter().map(|s| 0.01 + 0.005 * s).collect();
     Weight::Int8(Arc::new(Int8 { rows, cols, values: codes(rows * cols, 4).into(), scales, inputs }))
 }
 
-fn fp8(rows: usize, cols: usize, tile: (usize, usize), inputs: Inputs) -> Weight {
+pub(super) fn fp8(rows: usize, cols: usize, tile: (usize, usize), inputs: Inputs) -> Weight {
     // Every code but those of NaN.
     let values: Vec<u8> = codes(rows * cols, 5).into_iter().map(|c| if c & 127 == 127 { 1 } else { c }).collect();
     let tiles = rows.div_ceil(tile.0) * cols.div_ceil(tile.1);

@@ -36,7 +36,7 @@ fn halves(kind: GgmlType) -> &'static [usize] {
 }
 
 /// Random blocks: any bits, but for scales of a sensible size.
-fn weight(kind: GgmlType, rows: usize, cols: usize, seed: u64) -> Weight {
+pub(super) fn weight(kind: GgmlType, rows: usize, cols: usize, seed: u64) -> Weight {
     let bytes = rows * kind.row_bytes(cols).unwrap();
     let mut bytes: Vec<u8> = match kind {
         GgmlType::F32 => noise(bytes / 4, seed).iter().flat_map(|v| v.to_le_bytes()).collect(),
@@ -102,7 +102,7 @@ fn check(backend: &Cuda, weight: &Weight, t: usize, with_bias: bool, ceiling: f6
 }
 
 /// Columns: one block, and several that do not fill a warp's step.
-fn columns(kind: GgmlType) -> [usize; 2] {
+pub(super) fn columns(kind: GgmlType) -> [usize; 2] {
     match kind.block() {
         256 => [256, 768],
         _ => [32, 544],

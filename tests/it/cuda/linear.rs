@@ -21,7 +21,7 @@ fn backend(precision: Precision, cublas: bool) -> Arc<Cuda> {
     cuda(CudaOptions { precision, cublas, ..CudaOptions::default() })
 }
 
-fn dense(dtype: Dtype, rows: usize, cols: usize) -> Weight {
+pub(super) fn dense(dtype: Dtype, rows: usize, cols: usize) -> Weight {
     let values = noise(rows * cols, 11);
     let bytes: Vec<u8> = match dtype {
         Dtype::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
@@ -32,7 +32,7 @@ fn dense(dtype: Dtype, rows: usize, cols: usize) -> Weight {
 }
 
 /// Random integers; the group of each column is `g_idx`.
-fn gptq(bits: u8, rows: usize, g_idx: Vec<u32>) -> Weight {
+pub(super) fn gptq(bits: u8, rows: usize, g_idx: Vec<u32>) -> Weight {
     let cols = g_idx.len();
     let groups = g_idx.iter().max().map_or(0, |g| *g as usize + 1);
     let words = cols * bits as usize / 32 * rows;
@@ -43,12 +43,12 @@ fn gptq(bits: u8, rows: usize, g_idx: Vec<u32>) -> Weight {
     Weight::Gptq(Arc::new(Gptq { rows, cols, bits, qweight, zeros, scales, g_idx }))
 }
 
-fn natural(cols: usize, group: usize) -> Vec<u32> {
+pub(super) fn natural(cols: usize, group: usize) -> Vec<u32> {
     (0..cols).map(|k| (k / group) as u32).collect()
 }
 
 /// Columns dealt to the groups as activation order deals them.
-fn scattered(cols: usize, group: usize) -> Vec<u32> {
+pub(super) fn scattered(cols: usize, group: usize) -> Vec<u32> {
     // 7 and any multiple of 32 have no common factor.
     (0..cols).map(|k| (k * 7 % cols / group) as u32).collect()
 }

@@ -4,11 +4,12 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
+use quantkit::backend::cache::CacheType;
 use quantkit::backend::cpu::Cpu;
-use quantkit::backend::cuda::cache::CacheType;
 use quantkit::backend::cuda::{CudaOptions, Precision};
 use quantkit::backend::{Backend, spans_of};
 use quantkit::checkpoint::Checkpoint;
+use quantkit::engine::cache::CacheOptions;
 use quantkit::engine::generate::{Session, generate};
 use quantkit::engine::sampler::{Sampler, SamplerOptions};
 use quantkit::format::{self, gguf::read::GgufFile};
@@ -121,14 +122,21 @@ fn greedy_text_of_mixed_blocks_is_the_cpus() {
     }
 }
 
+/// The types that devices have.
+const CACHES: [CacheType; 4] = [CacheType::F16, CacheType::Fp8E4m3, CacheType::Fp8E5m2, CacheType::Int8];
+
+fn session(model: &Model, cache: CacheType) -> Session<'_> {
+    Session::with(model, CacheOptions { kind: Some(cache), ..CacheOptions::for_sequences(1, 64) }).unwrap()
+}
+
 /// A recorded step gives bit for bit what launching its kernels gives.
 #[test]
 fn graphs_change_nothing() {
     let (tokens, _) = golden_logits(&fixture("demo/logits.safetensors"));
-    for cache in [CacheType::F16, CacheType::Fp8, CacheType::Int8] {
+    for cache in CACHES {
         let decoded = |graphs| {
-            let model = demo(cuda(CudaOptions { graphs, cache, ..Default::default() }));
-            let mut session = Session::new(&model, 64).unwrap();
+            let model = demo(cuda(CudaOptions { graphs, ..Default::default() }));
+            let mut session = session(&model, cache);
             session.feed(&tokens[..13]).unwrap();
             let steps = tokens[13..24].iter();
             steps.map(|token| model.backend().download(&session.feed(&[*token]).unwrap()).unwrap()).collect::<Vec<_>>()
@@ -141,17 +149,26 @@ fn graphs_change_nothing() {
 #[test]
 fn narrow_caches_stay_near() {
     let (tokens, _) = golden_logits(&fixture("demo/logits.safetensors"));
-    let last = |backend: Arc<dyn Backend>| {
+    let last = |backend: Arc<dyn Backend>, cache| {
         let model = demo(backend);
-        let mut session = Session::new(&model, 64).unwrap();
+        let mut session = session(&model, cache);
         session.feed(&tokens[..30]).unwrap();
         model.backend().download(&session.feed(&tokens[30..31]).unwrap()).unwrap()
     };
-    let wanted = last(Arc::new(Cpu));
-    for (cache, ceiling) in [(CacheType::F16, 1e-2), (CacheType::Int8, 0.2), (CacheType::Fp8, 0.6)] {
-        let difference = largest_difference(&last(cuda(CudaOptions { cache, ..Default::default() })), &wanted);
-        assert!(difference < ceiling, "{cache:?}: {difference}");
+    let wanted = last(Arc::new(Cpu), CacheType::F32);
+    for (cache, ceiling) in CACHES.into_iter().zip([1e-2, 0.6, 1.2, 0.2]) {
+        let [host, device] = [Arc::new(Cpu) as Arc<dyn Backend>, cuda(CudaOptions::default())].map(|b| last(b, cache));
+        let difference = largest_difference(&device, &wanted);
+        assert!(difference < ceiling, "{cache}: {difference}");
+        // What the cache does is the same; a number in the middle between two codes may fall to either side.
+        let apart = largest_difference(&device, &host);
+        assert!(apart < difference.max(1e-2), "{cache}: {apart} from the CPU, {difference} from f32");
     }
+}
+
+#[test]
+fn company_does_not_matter() {
+    crate::batching::a_little_company_does_not_matter(cuda(CudaOptions::default()));
 }
 
 /// Weights that come and go give the bits of weights that stay, also while decoding.

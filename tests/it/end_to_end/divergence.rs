@@ -32,7 +32,13 @@ fn rounded() -> Scene {
 
 fn kl(scene: &Scene, artifact: &str, more: &[&str]) -> Value {
     let text = ["--text", "eval.txt", "--reference", "model", "--window", "64", "--max-windows", "12"];
-    scene.run(&[&["eval", "kl", artifact, "--json"], &text[..], more].concat()).ok().json()
+    alone(&scene.run(&[&["eval", "kl", artifact, "--json"], &text[..], more].concat()).ok().json())
+}
+
+/// What a report says of its only text.
+fn alone(report: &Value) -> Value {
+    let [one] = &report["corpora"].as_array().unwrap()[..] else { panic!("not one text: {report}") };
+    one.clone()
 }
 
 fn keys(value: &Value) -> BTreeSet<&str> {
@@ -70,11 +76,13 @@ fn more_bits_diverge_less() {
 #[test]
 fn fields() {
     let scene = rounded();
-    let got = kl(&scene, "w4", &[]);
+    let args = ["eval", "kl", "w4", "--text", "eval.txt", "--window", "64", "--max-windows", "12"];
+    let whole = scene.run(&[&args[..], &["--reference", "model", "--json"]].concat()).ok().json();
+    let wanted = ["artifact", "method", "reference", "corpora", "device", "peak_rss_bytes"];
+    assert_eq!(keys(&whole), BTreeSet::from(wanted));
+    let got = alone(&whole);
     let wanted = [
-        "artifact",
-        "method",
-        "reference",
+        "corpus",
         "kl",
         "same_top",
         "delta_p",
@@ -85,8 +93,6 @@ fn fields() {
         "windows",
         "bos",
         "text_sha256",
-        "device",
-        "peak_rss_bytes",
     ];
     assert_eq!(keys(&got), BTreeSet::from(wanted));
     let figures = ["mean", "stderr", "median", "p90", "p95", "p99", "p99_9", "max"];
@@ -96,9 +102,11 @@ fn fields() {
     assert_eq!(keys(&got["delta_p"]), BTreeSet::from(delta));
     let ratio = ["reference", "artifact", "ratio", "ratio_stderr", "log_ratio", "log_ratio_stderr"];
     assert_eq!(keys(&got["perplexity"]), BTreeSet::from(ratio));
-    assert_eq!((&got["artifact"], &got["method"], &got["reference"]), (&"w4".into(), &"gptq".into(), &"model".into()));
+    let names = (&whole["artifact"], &whole["method"], &whole["reference"]);
+    assert_eq!(names, (&"w4".into(), &"gptq".into(), &"model".into()));
     assert_eq!((&got["positions"], &got["windows"], &got["window"]), (&756.into(), &12.into(), &64.into()));
-    assert_eq!((&got["convention"], &got["bos"], &got["device"]), (&"gptq".into(), &"once".into(), &"cpu".into()));
+    assert_eq!((&got["convention"], &got["bos"], &whole["device"]), (&"gptq".into(), &"once".into(), &"cpu".into()));
+    assert_eq!(got["corpus"], "eval.txt");
     assert_eq!(got["text_sha256"], sha256_bytes(&scene.read("eval.txt")));
     let rising: Vec<f64> = figures[2..].iter().map(|f| number(&got, &format!("/kl/{f}"))).collect();
     assert!(rising.is_sorted() && number(&got, "/kl/stderr") > 0.0, "{got}");
@@ -106,10 +114,10 @@ fn fields() {
     assert!(rising.is_sorted(), "{got}");
 
     // The demo checkpoint is what `model/` holds.
-    let args = ["eval", "kl", "w4", "--text", "eval.txt", "--window", "64", "--max-windows", "12"];
     let said = scene.run(&args).ok().says(&["built-in demo checkpoint"]).stdout;
     for words in [
-        "w4 against quantkit-demo: 756 tokens in 12 windows of 64, convention gptq, BOS once".to_string(),
+        "w4 against quantkit-demo, on cpu".to_string(),
+        "eval.txt: 756 tokens in 12 windows of 64, convention gptq, BOS once".to_string(),
         format!("mean {:.6} ± {:.6} nats", number(&got, "/kl/mean"), number(&got, "/kl/stderr")),
         format!("ratio {:.5} ± {:.5}", number(&got, "/perplexity/ratio"), number(&got, "/perplexity/ratio_stderr")),
     ] {
@@ -124,9 +132,10 @@ fn gates() {
     let with = |more: &[&str]| scene.run(&[&common[..], more].concat());
     with(&["--max-kl", "10", "--min-same-top", "0.1"]).ok();
     let ran = with(&["--max-kl", "1e-6", "--min-same-top", "1"]).ended(1);
-    let ran = ran.says(&["the mean divergence is 0.0", "more than 0.000001", "at a share of 0.", "less than 1"]);
+    let ran =
+        ran.says(&["on eval.txt the mean divergence is 0.0", "more than 0.000001", "at a share of 0.", "less than 1"]);
     // The figures are there all the same.
-    assert!(number(&ran.json(), "/kl/mean") > 1e-6);
+    assert!(number(&ran.json(), "/corpora/0/kl/mean") > 1e-6);
     with(&["--min-same-top", "95"]).ended(2).says(&["--min-same-top", "from 0 to 1"]);
     with(&["--max-kl", "NaN"]).ended(2).says(&["--max-kl"]);
 }
@@ -154,6 +163,7 @@ fn cuda_gives_the_same_figures() {
     };
     let (host, device) = (on("cpu"), on("cuda:0"));
     assert_ne!(device["device"], "cpu");
+    let (host, device) = (alone(&host), alone(&device));
     for pointer in ["/kl/mean", "/kl/p95", "/delta_p/rms", "/perplexity/reference", "/perplexity/artifact"] {
         let (host, device) = (number(&host, pointer), number(&device, pointer));
         assert!((device / host - 1.0).abs() < 1e-2, "{pointer}: {device} {host}");
@@ -176,6 +186,7 @@ fn by_definition(reference: &[f32], artifact: &[f32], target: u32) -> Position {
         delta_p: q[target].exp() - p[target].exp(),
         nll_reference: -p[target],
         nll_artifact: -q[target],
+        within: None,
     }
 }
 
@@ -230,7 +241,8 @@ fn golden_logits_as_reference() {
     }
 
     scene.write("base.kld", logits_file(tokens.len(), &tokens, &golden));
-    let of = |artifact| scene.run(&["eval", "kl", artifact, "--reference-logits", "base.kld", "--json"]).ok().json();
+    let of =
+        |artifact| alone(&scene.run(&["eval", "kl", artifact, "--reference-logits", "base.kld", "--json"]).ok().json());
     let (itself, got) = (of("model"), of("w4"));
     // The codes are steps of 16 / 65535.
     assert!(number(&itself, "/kl/mean").abs() < 1e-4 && number(&itself, "/kl/max") < 1e-3, "{itself}");
@@ -240,7 +252,7 @@ fn golden_logits_as_reference() {
     let wanted = serde_json::to_value(Divergence::of(&wanted).unwrap()).unwrap();
     assert_eq!(got["positions"], tokens.len() - from);
     assert_eq!((&got["convention"], &got["bos"]), (&"llamacpp".into(), &"window".into()));
-    assert_eq!((&got["text_sha256"], &got["reference"]), (&Value::Null, &"base.kld".into()));
+    assert_eq!((&got["text_sha256"], &got["corpus"]), (&Value::Null, &"base.kld".into()));
     for pointer in ["/kl/mean", "/kl/p90", "/kl/max", "/delta_p/rms", "/perplexity/log_ratio"] {
         let (got, wanted) = (number(&got, pointer), number(&wanted, pointer));
         assert!((got - wanted).abs() < 2e-4, "{pointer}: {got} {wanted}");
@@ -258,7 +270,12 @@ fn bos_of_a_logits_file() {
     let rows: Vec<f32> = read.chunks(24).flat_map(|window| logits(&scene.model(), window)).collect();
     scene.write("base.kld", logits_file(24, tokens, &rows));
     let of = |more: &[&str]| {
-        scene.run(&[&["eval", "kl", "model", "--reference-logits", "base.kld", "--json"], more].concat()).ok().json()
+        alone(
+            &scene
+                .run(&[&["eval", "kl", "model", "--reference-logits", "base.kld", "--json"], more].concat())
+                .ok()
+                .json(),
+        )
     };
     let got = of(&[]);
     assert_eq!((&got["windows"], &got["positions"], &got["bos"]), (&2.into(), &22.into(), &"window".into()));

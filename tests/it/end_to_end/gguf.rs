@@ -124,7 +124,7 @@ fn errors_that_mend_each_other() {
         assert_eq!(kinds(&scene.path("fed.gguf")), kinds(&scene.path("plain.gguf")));
         let divergence = |file: &str| {
             let args = ["eval", "kl", file, "--text", "eval.txt", "--window", "128", "--json"];
-            scene.run(&args).ok().json()["kl"]["mean"].as_f64().unwrap()
+            scene.run(&args).ok().json()["corpora"][0]["kl"]["mean"].as_f64().unwrap()
         };
         let (plain, fed) = (divergence("plain.gguf"), divergence("fed.gguf"));
         assert!(fed < 0.9 * plain, "{kind}: {fed} with feedback, {plain} with importance");

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::support::scene::Scene;
 
 /// The keys of the object, which programs rely on.
-const KEYS: [&str; 22] = [
+const KEYS: [&str; 26] = [
     "path",
     "format",
     "files",
@@ -26,10 +26,14 @@ const KEYS: [&str; 22] = [
     "tensors",
     "tokenizer",
     "chat_template",
+    "chat_template_places",
+    "kv_cache",
     "quantization_config",
     "metadata",
     "manifest",
     "consumers",
+    "verification",
+    "damage",
 ];
 
 #[track_caller]
@@ -150,8 +154,105 @@ fn what_is_no_model() {
     scene.refused(&["inspect", "tmp"], &["config.json"]);
     scene.write("broken.gguf", b"GGUF\x03\0\0\0 and nothing");
     scene.refused(&["inspect", "broken.gguf"], &["broken.gguf"]);
-    scene.tiny_run(&["rtn", "model", "-o", "w4", "--no-eval"]).ok();
+}
+
+/// Every method tells who loads it, with the scales of a cache where there are some.
+#[test]
+fn consumers_of_every_method() {
+    let scene = Scene::tiny("llama");
+    let loads = |found: &Value| -> Vec<bool> {
+        found["consumers"].as_array().unwrap().iter().map(|c| c["loads"].as_bool().unwrap()).collect()
+    };
+    let quick = ["--no-eval", "--nsamples", "2", "--seqlen", "16", "--calib", "calib.txt"];
+    let made = |name: &'static str, args: &[&str]| {
+        scene.run(&[args, &quick, &["-o", name]].concat()).ok();
+        inspect(&scene, name)
+    };
+    let awq = made("awq", &["awq", "model", "--group-size", "32", "--points", "3"]);
+    assert_eq!((&awq["method"], loads(&awq)), (&json!("awq"), vec![true; 5]));
+    // The tiny model's linears are below Marlin's tiles, which SGLang does not pad.
+    let ct = ["gptq", "model", "--group-size", "32", "--format", "compressed-tensors", "--kv-cache", "fp8-per-head"];
+    let packed = made("ct", &ct);
+    assert_eq!((&packed["method"], &packed["variant"]), (&json!("compressed-tensors"), &json!("pack-quantized")));
+    assert_eq!(loads(&packed), [true, false, false, true, false], "{}", packed["consumers"]);
+    let layers = &packed["architecture"]["layers"];
+    assert_eq!((&packed["kv_cache"]["scales"], &packed["kv_cache"]["layers"]), (&json!("head"), layers));
+    let keys = packed["kv_cache"]["keys"].as_array().unwrap();
+    assert!(keys[0].as_f64().unwrap() > 0.0 && keys[0].as_f64() <= keys[1].as_f64(), "{keys:?}");
+    let vllm = packed["consumers"][1]["refusals"].to_string();
+    assert!(vllm.contains("cache scales of each head"), "{vllm}");
+    let smooth = made("w8a8", &["smoothquant", "model", "--alpha", "0.5"]);
+    assert_eq!(loads(&smooth), [true, true, true, true, false]);
+    scene.run(&["fp8", "model", "--format", "fp8", "--weights", "tensor", "-o", "fp8", "--no-eval"]).ok();
+    let fp8 = inspect(&scene, "fp8");
+    assert_eq!((&fp8["bits"], loads(&fp8)), (&json!(8), vec![true, true, true, false, false]));
+    assert_eq!(fp8["kv_cache"], Value::Null);
+    scene.run(&["gguf", "--type", "Q8_0", "-o", "q8.gguf"]).ok();
+    assert_eq!(inspect(&scene, "q8.gguf")["consumers"][0]["name"], "llama.cpp");
+}
+
+#[test]
+fn chat_templates_are_found_where_they_are() {
+    let scene = Scene::tiny("llama");
+    scene.edit_json("model/tokenizer_config.json", |config| config["chat_template"] = json!("{{ messages }}"));
+    assert_eq!(inspect(&scene, "model")["chat_template_places"], json!(["tokenizer_config.json"]));
+    scene.write("model/chat_template.jinja", "{{ messages }}");
+    let found = inspect(&scene, "model");
+    assert_eq!(found["chat_template_places"], json!(["chat_template.jinja", "tokenizer_config.json"]));
+}
+
+#[test]
+fn hashes_are_held_against_the_manifest() {
+    let scene = Scene::tiny("llama");
+    scene.run(&["rtn", "model", "--group-size", "32", "-o", "w4", "--no-eval"]).ok();
+    let found = scene.run(&["inspect", "w4", "--verify", "--json"]).ok().json();
+    assert_eq!(found["verification"]["mismatches"], json!([]));
+    assert_eq!(found["verification"]["files"], found["manifest"]["output_files"]);
+    let mut weights = scene.read("w4/model.safetensors");
+    *weights.last_mut().unwrap() ^= 1;
+    scene.write("w4/model.safetensors", weights);
+    scene.run(&["inspect", "w4"]).ok();
+    let ran = scene.run(&["inspect", "w4", "--verify", "--json"]).ended(1).says(&["`model.safetensors` has SHA-256"]);
+    assert!(ran.json()["verification"]["mismatches"][0].as_str().unwrap().contains("model.safetensors"));
+    scene.refused(&["inspect", "model", "--verify"], &["no readable `quantkit.json`"]);
+}
+
+/// What is damaged is told, with all that can still be told.
+#[test]
+fn damaged_folders() {
+    let scene = Scene::tiny("llama_sharded");
+    let shards: Vec<String> = fs::read_dir(scene.model())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.ends_with(".safetensors"))
+        .collect();
+    assert!(shards.len() > 1);
+    let shard = format!("model/{}", shards[0]);
+    let whole = scene.read(&shard);
+    let damaged = |part: &str| {
+        let ran = scene.run(&["inspect", "model", "--json"]).ended(1).says(&["`model` is damaged", part]);
+        let found = ran.json();
+        assert!(found["damage"].to_string().contains(part), "{}", found["damage"]);
+        assert_eq!((&found["runs"], &found["architecture"]["family"].is_string()), (&json!(false), &true));
+        assert_eq!(found["files"].as_array().unwrap().len(), shards.len() - 1);
+        let text = scene.run(&["inspect", "model"]).ended(1).stdout;
+        assert!(text.lines().any(|line| line.starts_with("damaged") && line.contains(part)), "{text}");
+    };
+    scene.write(&shard, &whole[..whole.len() - 10]);
+    damaged(&shards[0]);
+    fs::remove_file(scene.path(&shard)).unwrap();
+    damaged(&shards[0]);
+    scene.write(&shard, &whole);
+    scene.run(&["inspect", "model"]).ok();
+
+    let scene = Scene::tiny("llama");
+    scene.run(&["rtn", "model", "--group-size", "32", "-o", "w4", "--no-eval"]).ok();
     let weights = scene.read("w4/model.safetensors");
     scene.write("w4/model.safetensors", &weights[..weights.len() - 100]);
-    scene.refused(&["inspect", "w4"], &["model.safetensors"]);
+    let ran = scene.run(&["inspect", "w4", "--json"]).ended(1).says(&["model.safetensors"]);
+    assert_eq!((&ran.json()["method"], &ran.json()["bits"]), (&json!("gptq"), &json!(4)));
+    scene.edit_weights(|tensors| {
+        tensors.remove("model.norm.weight");
+    });
+    scene.run(&["inspect", "model"]).ended(1).says(&["`model.norm.weight`"]);
 }

@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, ExitStatus, Stdio};
 
+use quantkit::format::atomic::lock;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support::command::std_command;
@@ -224,4 +225,38 @@ fn leftovers_of_dead_runs() {
     assert!(!scene.path(&dead).exists() && !scene.path(".out.quantkit-work").exists());
     // Process 1 lives, and might be writing.
     assert!(scene.path(".out.partial-1").exists());
+}
+
+/// A recipe goes on by itself, to the same bytes.
+#[test]
+fn recipes_go_on() {
+    let scene = Scene::demo();
+    let artifact =
+        "[[artifact]]\nname = \"w4\"\nmethod = \"gptq\"\ncalib = \"calib.txt\"\nnsamples = 24\nseqlen = 128\n";
+    scene.write("quantkit.toml", artifact);
+    let run = HalfWay::start(scene.root(), &["run"]);
+    run.signal(Signal::INT);
+    let (status, said) = run.end();
+    assert_eq!(status.code(), Some(130), "{said}");
+    assert!(said.contains("the same recipe goes on from there"), "{said}");
+    assert!(!scene.path("artifacts/w4").exists());
+    // Two at once would be in each other's way.
+    let held = lock(&scene.path("artifacts")).unwrap();
+    scene.run(&["run"]).ended(2).says(&["another run works in `artifacts`"]);
+    drop(held);
+    let plan = scene.run(&["run", "--dry-run"]).ok().stdout;
+    assert!(plan.starts_with("w4: damaged (an earlier run did not finish it): gptq"), "{plan}");
+    let ran = scene.run(&["run"]).ok().says(&["w4: damaged (an earlier run did not finish it)", "restored"]);
+    assert!(ran.stdout.starts_with("w4: "), "{}", ran.stdout);
+    scene.run(&to("whole", &[])).ok();
+    assert_eq!(listing(&scene.path("artifacts/w4")), listing(&scene.path("whole")));
+
+    // Blocks of other options are of no use, and in nobody's way.
+    scene.write("quantkit.toml", artifact.replace("nsamples = 24", "nsamples = 23"));
+    let run = HalfWay::start(scene.root(), &["run"]);
+    run.signal(Signal::INT);
+    run.end();
+    scene.write("quantkit.toml", artifact.replace("nsamples = 24", "nsamples = 3"));
+    let ran = scene.run(&["run"]).ok().says(&["of an earlier run with other options"]);
+    assert!(!ran.stderr.contains("restored"), "{}", ran.stderr);
 }

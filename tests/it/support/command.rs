@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 /// Variables that would change what the program does.
-const VARIABLES: [&str; 8] = [
+const VARIABLES: [&str; 10] = [
     "QUANTKIT_DEVICE",
     "QUANTKIT_THREADS",
     "HF_HOME",
@@ -16,6 +16,8 @@ const VARIABLES: [&str; 8] = [
     "HF_ENDPOINT",
     "HF_TOKEN",
     "XDG_CACHE_HOME",
+    "GITHUB_STEP_SUMMARY",
+    "GITHUB_SHA",
 ];
 
 /// The program, to be run in `dir`; temporary files of its own go to `tmp` there, if that exists.

@@ -1,0 +1,247 @@
+//! `quantkit eval kv`
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+
+use super::device::one;
+use super::open::{Measurement, Runnable, corpus, locate, open, settle};
+use super::task::Task;
+use super::validate::texts;
+use crate::backend::cache::{CacheType, LayerScales};
+use crate::backend::cuda::CudaOptions;
+use crate::calibrate::corpus::Corpus;
+use crate::cli::exit::CheckFailed;
+use crate::cli::interrupt;
+use crate::cli::print::Printer;
+use crate::cli::validation::{KvArgs, TextArgs};
+use crate::evaluate::cache_error::{self, HeadErrors, Ranges, Setting, head_errors, predictions};
+use crate::evaluate::divergence::Divergence;
+use crate::evaluate::windows::{Convention, Window, plan};
+use crate::report::{Cache, CacheErrors, ScaleSource, number};
+
+/// Windows of the calibration text that scales are found on, where the artifact has none.
+const CALIBRATION_WINDOWS: usize = 8;
+/// Windows that errors of single heads are measured on.
+const HEAD_WINDOWS: usize = 4;
+/// What engines' default may cost before it is warned of: a rise of perplexity for certain, or a divergence.
+const NOTABLE_RISE: f64 = 0.005;
+const NOTABLE_KL: f64 = 0.01;
+
+/// What is printed as JSON.
+#[derive(Serialize)]
+struct Output<'a> {
+    model: &'a str,
+    #[serde(flatten)]
+    cache: &'a Cache,
+    warnings: Vec<String>,
+}
+
+pub fn run(args: &KvArgs, printer: Printer) -> Result<()> {
+    let located = locate(&args.model, printer)?;
+    let device = one(&args.model.device, CudaOptions::default(), printer)?;
+    let runnable = open(&located.dir, device, printer)?;
+    let corpus = match &args.texts.texts[..] {
+        [] => Corpus::heldout(),
+        [path] => corpus(Some(path), Corpus::heldout, runnable.model.checkpoint())?,
+        _ => bail!("give one --text: caches are measured on one"),
+    };
+    let task = texts::task(&args.texts, &runnable, &runnable, &corpus, printer)?;
+    interrupt::listen();
+    let cache = section(&runnable, &task, &args.texts, &args.kinds, printer)?;
+    let warnings: Vec<String> = warning(&cache).into_iter().collect();
+    printer.object(&Output { model: &located.name, cache: &cache, warnings: warnings.clone() })?;
+    for line in lines(&cache) {
+        printer.text(line)?;
+    }
+    warnings.iter().for_each(|warning| printer.warn(warning));
+    let Some(limit) = args.max_ppl_increase else { return Ok(()) };
+    let beyond = |kind: &&crate::report::CacheType| cache.taken_by_engines(kind) && kind.ratio - 1.0 > limit.0;
+    match cache.types.iter().find(beyond) {
+        Some(kind) => bail!(CheckFailed(format!(
+            "a cache of {} ({}) raises the perplexity by {}, more than {}",
+            kind.kind,
+            kind.scales.name(),
+            number::change(kind.ratio - 1.0, 3),
+            number::percent(limit.0, 3)
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// A type of cache whose default costs quality, which scales would save.
+pub fn warning(cache: &Cache) -> Option<String> {
+    let default = cache.types.iter().find(|kind| {
+        kind.scales == ScaleSource::Unit && cache.taken_by_engines(kind) && {
+            let rise = kind.ratio - 1.645 * kind.ratio_stderr - 1.0;
+            rise > NOTABLE_RISE || kind.mean_kl - 1.645 * kind.mean_kl_stderr > NOTABLE_KL || !kind.mean_kl.is_finite()
+        }
+    })?;
+    let same = cache.types.iter().filter(|kind| kind.kind == default.kind && kind.scales != ScaleSource::Unit);
+    let best = same.min_by(|a, b| a.mean_kl.total_cmp(&b.mean_kl));
+    let better = best.filter(|best| best.mean_kl < 0.5 * default.mean_kl).map_or(String::new(), |best| {
+        format!(
+            "; with scales of its own it is {} ({} nats): quantize with `--kv-cache fp8`",
+            number::change(best.ratio - 1.0, 2),
+            number::significant(best.mean_kl, 3)
+        )
+    });
+    Some(format!(
+        "the artifact has no scales for its cache, so engines take 1.0, and a cache of {} then changes perplexity by {} \
+         (mean divergence {} nats){better}",
+        default.kind,
+        number::change(default.ratio - 1.0, 2),
+        number::significant(default.mean_kl, 3)
+    ))
+}
+
+/// Measures caches of `kinds` on the windows of `task`.
+pub fn section(
+    runnable: &Runnable,
+    task: &Task,
+    how: &TextArgs,
+    kinds: &[CacheType],
+    printer: Printer,
+) -> Result<Cache> {
+    let model = &runnable.model;
+    let (layers, kv_heads) = (model.blocks.len(), model.config.kv_heads);
+    let baseline = Setting { kind: CacheType::F16, scales: None };
+    let (sources, settings): (Vec<_>, Vec<_>) = settings(runnable, how, kinds, printer)?.into_iter().unzip();
+    let mut steps = printer.steps("cache: heads", 0);
+    let mut progress = |done: usize, total: usize| {
+        steps.set(done as u64, total as u64);
+        Ok(interrupt::check()?)
+    };
+    let some = &task.windows[..task.windows.len().min(HEAD_WINDOWS)];
+    let errors = head_errors(model, some, &settings, &mut progress)?;
+    let mut steps = printer.steps("cache: text", 0);
+    let mut progress = |done: usize, total: usize| {
+        steps.set(done as u64, total as u64);
+        Ok(interrupt::check()?)
+    };
+    let positions = predictions(model, &task.windows, &baseline, &settings, &mut progress)?;
+    let (mut types, mut perplexity) = (Vec::new(), f64::NAN);
+    for (((source, setting), errors), positions) in sources.into_iter().zip(&settings).zip(errors).zip(&positions) {
+        let figures = Divergence::of(positions).context("the text has no token to predict")?;
+        perplexity = figures.perplexity.reference;
+        let HeadErrors { keys, values, output } = errors;
+        types.push(crate::report::CacheType {
+            kind: setting.kind.to_string(),
+            scales: source,
+            bytes_per_token: setting.kind.token_bytes(layers, kv_heads, model.config.head_dim) as f64,
+            mean_kl: figures.kl.mean,
+            mean_kl_stderr: figures.kl.stderr,
+            perplexity: figures.perplexity.artifact,
+            ratio: figures.perplexity.ratio,
+            ratio_stderr: figures.perplexity.ratio_stderr,
+            greedy_agreement: figures.same_top.share,
+            errors: Some(CacheErrors { keys, values, output }),
+        });
+    }
+    let corpus = texts::corpus(task);
+    Ok(Cache { corpus, baseline: baseline.kind.to_string(), baseline_perplexity: perplexity, layers, kv_heads, types })
+}
+
+/// The types with every source of scales that they can have.
+fn settings(
+    runnable: &Runnable,
+    how: &TextArgs,
+    kinds: &[CacheType],
+    printer: Printer,
+) -> Result<Vec<(ScaleSource, Setting)>> {
+    let mut all = Vec::new();
+    let mut ranges = None;
+    let mut found = |runnable: &Runnable, how: &TextArgs, printer: Printer| -> Result<Ranges> {
+        if ranges.is_none() {
+            let mut steps = printer.steps("cache: scales", 0);
+            let windows = calibration(runnable, how)?;
+            ranges = Some(cache_error::ranges(&runnable.model, &windows, &mut |done, total| {
+                steps.set(done as u64, total as u64);
+                Ok(interrupt::check()?)
+            })?);
+        }
+        Ok(ranges.clone().unwrap_or_default())
+    };
+    for (i, &kind) in kinds.iter().enumerate() {
+        if kind == CacheType::F16 || kinds[..i].contains(&kind) {
+            continue;
+        }
+        let mut add = |source, scales: Option<Arc<[LayerScales]>>| all.push((source, Setting { kind, scales }));
+        match kind {
+            CacheType::F32 | CacheType::F16 => add(ScaleSource::None, None),
+            CacheType::Fp8E5m2 => add(ScaleSource::Unit, None),
+            CacheType::Int8 => {
+                add(ScaleSource::Dynamic, None);
+                add(ScaleSource::ProposedPerHead, Some(found(runnable, how, printer)?.scales(kind, true)));
+            }
+            CacheType::Fp8E4m3 => {
+                add(ScaleSource::Unit, None);
+                if let Some(scales) = runnable.model.cache_scales()? {
+                    add(ScaleSource::Calibrated, Some(scales));
+                } else {
+                    let ranges = found(runnable, how, printer)?;
+                    add(ScaleSource::Proposed, Some(ranges.scales(kind, false)));
+                    add(ScaleSource::ProposedPerHead, Some(ranges.scales(kind, true)));
+                }
+            }
+        }
+    }
+    if all.is_empty() {
+        bail!("--kv-cache-dtype: name a type beside f16, which all are held against");
+    }
+    Ok(all)
+}
+
+/// Windows of the built-in calibration text.
+fn calibration(runnable: &Runnable, how: &TextArgs) -> Result<Vec<Window>> {
+    let corpus = Corpus::builtin();
+    let measurement = Measurement {
+        corpus: &corpus,
+        convention: Convention::Gptq,
+        window: Some(512.min(runnable.model.config.max_positions)),
+        max_windows: Some(CALIBRATION_WINDOWS),
+        bos: how.bos,
+    };
+    let (window, bos, tokens) = settle(runnable, &measurement)?;
+    let mut windows = plan(Convention::Gptq, &tokens, window, bos, runnable.tokenizer()?.rolling_prefix())?;
+    windows.truncate(CALIBRATION_WINDOWS);
+    Ok(windows)
+}
+
+/// The figures for people.
+fn lines(cache: &Cache) -> Vec<String> {
+    let mut out = vec![format!(
+        "caches, on {}: {} tokens in {} windows of {}, perplexity with {} {:.4}",
+        cache.corpus.name,
+        cache.corpus.tokens,
+        cache.corpus.windows,
+        cache.corpus.window,
+        cache.baseline,
+        cache.baseline_perplexity
+    )];
+    out.push(format!(
+        "{:<10} {:<22} {:>12} {:>12} {:>12} {:>10} {:>10} {:>10} {:>10}",
+        "type", "scales", "bytes/token", "perplexity", "mean KL", "same top", "keys", "values", "attention"
+    ));
+    for kind in &cache.types {
+        let worst = |grid: fn(&CacheErrors) -> &Vec<Vec<f64>>| {
+            let all = kind.errors.iter().flat_map(|errors| grid(errors).iter().flatten().copied());
+            number::significant(all.fold(0.0, f64::max), 3)
+        };
+        out.push(format!(
+            "{:<10} {:<22} {:>12} {:>12} {:>12} {:>10} {:>10} {:>10} {:>10}",
+            kind.kind,
+            kind.scales.name(),
+            kind.bytes_per_token,
+            number::change(kind.ratio - 1.0, 3),
+            number::significant(kind.mean_kl, 3),
+            number::percent(kind.greedy_agreement, 2),
+            worst(|errors| &errors.keys),
+            worst(|errors| &errors.values),
+            worst(|errors| &errors.output),
+        ));
+    }
+    out.push("keys, values, attention: the largest relative error of a layer and head".into());
+    out
+}

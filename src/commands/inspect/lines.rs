@@ -1,0 +1,95 @@
+//! The facts for people.
+
+use super::facts::{Architecture, Facts};
+use crate::cli::print::bytes;
+use crate::format::layout::KvScales;
+
+/// The facts for people.
+pub fn lines(facts: &Facts) -> Vec<String> {
+    let mut out = Vec::new();
+    let mut line = |name: &str, text: String| out.push(format!("{name:<14} {text}"));
+    let files = match &facts.files[..] {
+        [one] => one.file.clone(),
+        all => format!("{} files", all.len()),
+    };
+    line("format", format!("{}: {files}, {}", facts.format, bytes(facts.bytes)));
+    line(
+        "method",
+        match (&facts.method, &facts.variant) {
+            (Some(method), Some(variant)) => format!("{method} ({variant})"),
+            (Some(one), None) => one.clone(),
+            (None, Some(variant)) => format!("none, plain floats ({variant})"),
+            (None, None) => "none, plain floats".into(),
+        },
+    );
+    let mut scheme = Vec::new();
+    scheme.extend(facts.bits.map(|bits| format!("{bits} bits")));
+    scheme.extend(facts.group_size.map(|size| format!("group size {size}")));
+    scheme.extend(facts.symmetric.map(|sym| if sym { "symmetric" } else { "asymmetric" }.to_string()));
+    if !scheme.is_empty() {
+        line("scheme", scheme.join(", "));
+    }
+    if let (Some(count), Some(bits)) = (facts.parameters, facts.bits_per_weight) {
+        line("parameters", format!("{:.1} M, {bits:.2} bits each", count as f64 / 1e6));
+    }
+    if let (Some(count), Some(bits)) = (facts.quantized_parameters, facts.bits_per_quantized_weight) {
+        line("  quantized", format!("{:.1} M, {bits:.2} bits each", count as f64 / 1e6));
+    }
+    let Architecture { name, family, .. } = &facts.architecture;
+    let name = name.as_deref().unwrap_or("not named");
+    line("architecture", family.map_or(name.into(), |family| format!("{name}: {family}")));
+    let a = &facts.architecture;
+    let shapes = [
+        ("layers", a.layers),
+        ("hidden", a.hidden),
+        ("intermediate", a.intermediate),
+        ("heads", a.heads),
+        ("key/value heads", a.kv_heads),
+        ("head size", a.head_dim),
+        ("vocabulary", a.vocab),
+        ("positions", a.positions),
+    ];
+    let shapes: Vec<String> = shapes.iter().filter_map(|(name, n)| n.map(|n| format!("{name} {n}"))).collect();
+    if !shapes.is_empty() {
+        line("shapes", shapes.join(", "));
+    }
+    line("runs here", if facts.runs { "yes" } else { "no" }.into());
+    for tensors in &facts.tensors {
+        line("tensors", format!("{} {}, {}", tensors.count, tensors.kind, bytes(tensors.bytes)));
+    }
+    line("tokenizer", facts.tokenizer.clone().unwrap_or_else(|| "none".into()));
+    line(
+        "chat template",
+        match (facts.chat_template, &facts.chat_template_places[..]) {
+            (false, []) => "none".into(),
+            (_, places) => places.join(", "),
+        },
+    );
+    if let Some(cache) = &facts.kv_cache {
+        let shared = if cache.scales == KvScales::Head { "one a head" } else { "one a layer" };
+        let range = |range: Option<[f32; 2]>| range.map_or("none".into(), |[low, high]| format!("{low} to {high}"));
+        let (keys, values) = (range(cache.keys), range(cache.values));
+        line("cache scales", format!("{shared}, {} layers; keys {keys}, values {values}", cache.layers));
+    }
+    if let Some(manifest) = &facts.manifest {
+        let calibration = manifest.calibration.as_deref().unwrap_or("no calibration");
+        line("made by", format!("{}; {calibration}", manifest.tool));
+    }
+    if let Some(found) = &facts.verification {
+        let text = match &found.mismatches[..] {
+            [] => format!("all {} files are as the manifest says", found.files),
+            all => all.join("; "),
+        };
+        line("verification", text);
+    }
+    facts.damage.iter().for_each(|damage| line("damaged", damage.clone()));
+    for consumer in facts.consumers.iter().flatten() {
+        let answer = if consumer.loads { "loads it".into() } else { consumer.refusals.join("; ") };
+        line("consumer", format!("{}: {answer}", consumer.title));
+    }
+    for (key, value) in facts.metadata.iter().flatten() {
+        let text = value.as_str().map_or(value.to_string(), |text| text.replace(['\n', '\r'], " "));
+        line("metadata", format!("{key} = {text}"));
+    }
+    out
+}

@@ -1,0 +1,108 @@
+//! Texts as both sides of a comparison are to read them.
+
+use anyhow::{Context, Result, bail};
+
+use super::open::{Measurement, Runnable, settle};
+use crate::calibrate::corpus::Corpus;
+use crate::cli::print::Printer;
+use crate::evaluate::windows::{Convention, Window, plan};
+use crate::model::tokenizer::{BosMode, text_sha256};
+
+/// How texts are cut.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut {
+    pub convention: Convention,
+    pub window: Option<usize>,
+    pub max_windows: Option<usize>,
+    pub bos: BosMode,
+}
+
+/// Tokens to predict, and how they came about.
+pub struct Task {
+    pub corpus: String,
+    pub windows: Vec<Window>,
+    pub convention: Convention,
+    pub window: usize,
+    pub bos: String,
+    pub text_sha256: Option<String>,
+}
+
+/// The texts that come with the program.
+pub fn builtin() -> Vec<Corpus> {
+    vec![Corpus::heldout(), Corpus::heldout_science()]
+}
+
+/// Cuts a text as both models are to read it.
+pub fn task(cut: &Cut, artifact: &Runnable, reference: &Runnable, corpus: &Corpus, printer: Printer) -> Result<Task> {
+    let how = Measurement {
+        corpus,
+        convention: cut.convention,
+        window: cut.window.or(shorter_context(cut.convention, reference, artifact)),
+        max_windows: cut.max_windows,
+        bos: cut.bos,
+    };
+    let (window, bos, tokens) = settle(reference, &how)?;
+    check_context(artifact.model.config.max_positions, cut.convention.positions(window), window)?;
+    let text = corpus.text();
+    same_tokens(reference, artifact, &text, &tokens, printer)?;
+    let windows = plan(cut.convention, &tokens, window, bos, reference.tokenizer()?.rolling_prefix())
+        .with_context(|| format!("`{}`", corpus.name))?;
+    Ok(Task {
+        corpus: corpus.name.clone(),
+        windows,
+        convention: cut.convention,
+        window,
+        bos: bos.name().into(),
+        text_sha256: Some(text_sha256(&text)),
+    })
+}
+
+/// The window to take where the artifact's context is shorter than its reference's and the default.
+fn shorter_context(convention: Convention, reference: &Runnable, artifact: &Runnable) -> Option<usize> {
+    let context = artifact.model.config.max_positions;
+    let usual = convention.default_window().min(reference.model.config.max_positions);
+    (context < usual).then_some(context)
+}
+
+/// Refuses windows that the artifact cannot read.
+pub fn check_context(context: usize, needed: usize, window: usize) -> Result<()> {
+    if needed > context {
+        bail!("a window of {window} tokens is longer than the {context} positions the artifact was made for");
+    }
+    Ok(())
+}
+
+/// Both must read the text as the same tokens: with another tokenizer the artifact would be judged on what its users
+/// never give it.
+fn same_tokens(reference: &Runnable, artifact: &Runnable, text: &str, tokens: &[u32], printer: Printer) -> Result<()> {
+    let file = |of: &Runnable| of.model.checkpoint().side_text("tokenizer.json");
+    let Some(own) = file(artifact)? else {
+        printer.warn("the artifact has no `tokenizer.json`; the text is read with the reference's");
+        return Ok(());
+    };
+    if file(reference)?.as_ref() != Some(&own) {
+        let given = artifact.tokenizer().context("the artifact")?.encode(text).context("the artifact")?;
+        if given != tokens {
+            let at = tokens.iter().zip(&given).take_while(|(a, b)| a == b).count();
+            let name = |tokens: &[u32]| tokens.get(at).map_or("nothing".into(), ToString::to_string);
+            bail!(
+                "the artifact's tokenizer is not the reference's: the text is {} tokens for the reference and {} for \
+                 the artifact, and token {at} is {} for the one and {} for the other; copy `tokenizer.json` from the \
+                 reference",
+                tokens.len(),
+                given.len(),
+                name(tokens),
+                name(&given)
+            );
+        }
+    }
+    let (one, other) = (reference.tokenizer()?, artifact.tokenizer().context("the artifact")?);
+    if (one.adds_bos(), one.bos()) != (other.adds_bos(), other.bos()) {
+        printer.warn(format!(
+            "BOS differs: the reference {}, the artifact {}; both are measured as the reference wants it",
+            one.bos_evidence(),
+            other.bos_evidence()
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,188 @@
+//! What files tell, and what modules put out.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+
+use super::super::open::{Located, Runnable};
+use super::super::task::Task;
+use super::texts;
+use crate::backend::cache::CacheType;
+use crate::checkpoint::Checkpoint;
+use crate::cli::interrupt;
+use crate::cli::print::Printer;
+use crate::evaluate::integrity::{self, Integrity};
+use crate::evaluate::modules;
+use crate::format::manifest::Manifest;
+use crate::format::{self, Opened};
+use crate::model::config::ModelConfig;
+use crate::recipe::Recipe;
+use crate::report::{
+    Accounting, CacheMemory, CalibrationTokens, Check, Corpus, Exception, Fate, ModuleError, Report, Share, Status,
+};
+
+/// Windows that modules are measured on.
+const MODULE_WINDOWS: usize = 4;
+
+/// Findings of one kind that are named; of the rest only the number is told.
+const NAMED: usize = 8;
+
+/// Relative errors of weights, by module.
+pub type WeightErrors = BTreeMap<String, f64>;
+
+/// Holds the artifact's files against the reference's.
+pub fn files(report: &mut Report, artifact: &Located, reference: &Located, printer: Printer) -> Result<WeightErrors> {
+    let mut steps = printer.steps("files", 0);
+    let Integrity { accounting, findings } = integrity::check(&artifact.dir, &reference.dir, &mut |done, all| {
+        steps.set(done as u64, all as u64);
+        interrupt::check()
+    })?;
+    report.checks.extend(findings.into_iter().map(|finding| Check {
+        id: finding.id,
+        status: match finding.status {
+            integrity::Status::Pass => Status::Pass,
+            integrity::Status::Warn => Status::Warn,
+            integrity::Status::Fail => Status::Fail,
+        },
+        message: finding.message,
+    }));
+    let mut weights = WeightErrors::new();
+    if let Some(accounting) = accounting {
+        weights.extend(accounting.weights.iter().map(|weight| (weight.module.clone(), weight.error)));
+        let opened = open(reference).context("the reference")?;
+        report.accounting = Some(accounted(accounting, opened.source.checkpoint()));
+    }
+    if let Ok(manifest) = Manifest::read(&artifact.dir)
+        && let Some(calibration) = manifest.calibration
+    {
+        let recipe = serde_json::from_value::<Recipe>(manifest.options).ok().and_then(|recipe| recipe.calibration);
+        report.calibration = Some(CalibrationTokens {
+            description: calibration.description,
+            tokens_sha256: calibration.tokens_sha256,
+            tokens: recipe.map(|record| (record.nsamples * record.seqlen) as u64),
+        });
+    }
+    Ok(weights)
+}
+
+fn open(located: &Located) -> Result<Opened> {
+    Ok(match format::is_file(&located.dir) {
+        true => format::open_file(&located.dir)?,
+        false => format::open(Checkpoint::open(&located.dir)?)?,
+    })
+}
+
+/// The sums of a report, from single tensors.
+fn accounted(found: integrity::Accounting, source: &Checkpoint) -> Accounting {
+    let mut out = Accounting {
+        source_bytes: found.source_bytes,
+        artifact_bytes: found.artifact_bytes,
+        bits_per_weight: found.bits_per_weight,
+        bits_per_quantized_weight: found.bits_per_quantized_weight,
+        weights_memory_bytes: found.artifact_bytes,
+        ..Accounting::default()
+    };
+    for tensor in found.tensors {
+        let parameters = source.tensors().get(&tensor.tensor).map_or(0, |entry| entry.shape.iter().product::<usize>());
+        let (share, fate) = match tensor.fate {
+            integrity::Fate::Quantized => (Some(&mut out.quantized), Fate::Quantized),
+            integrity::Fate::Copied => (Some(&mut out.copied), Fate::Copied),
+            integrity::Fate::Folded => (Some(&mut out.folded), Fate::Folded),
+            integrity::Fate::Dropped => (Some(&mut out.dropped), Fate::Dropped),
+            integrity::Fate::Missing => (Some(&mut out.missing), Fate::Missing),
+            integrity::Fate::Changed => (None, Fate::Changed),
+            integrity::Fate::Added => (None, Fate::Added),
+        };
+        if let Some(Share { tensors, parameters: sum, source_bytes, artifact_bytes }) = share {
+            *tensors += 1;
+            *sum += parameters as u64;
+            *source_bytes += tensor.source_bytes;
+            *artifact_bytes += tensor.bytes;
+        }
+        if let Some(note) = tensor.note.or_else(|| (fate == Fate::Missing).then(|| "it is not there".into())) {
+            out.exceptions.push(Exception { tensor: tensor.tensor, fate, note });
+        }
+    }
+    out
+}
+
+/// Bytes of a token in the caches that engines have.
+pub fn cache_memory(report: &mut Report, config: &ModelConfig) {
+    if let Some(accounting) = &mut report.accounting {
+        accounting.cache_memory = [CacheType::F16, CacheType::Fp8E4m3, CacheType::Int8]
+            .map(|kind| CacheMemory {
+                kind: kind.to_string(),
+                bytes_per_token: kind.token_bytes(config.layers.len(), config.kv_heads, config.head_dim) as f64,
+            })
+            .into();
+    }
+}
+
+/// Errors of modules, those that rounding does not explain, and activations beyond f16.
+pub fn modules(
+    report: &mut Report,
+    artifact: &Runnable,
+    reference: &Runnable,
+    (task, weights): (&Task, &WeightErrors),
+    printer: Printer,
+) -> Result<()> {
+    let windows: Vec<&[u32]> = task.windows.iter().take(MODULE_WINDOWS).map(|window| &window.tokens[..]).collect();
+    let mut steps = printer.steps("modules", 0);
+    let errors = modules::measure(&artifact.model, &reference.model, &windows, &mut |done, all| {
+        steps.set(done as u64, all as u64);
+        interrupt::check()
+    })?;
+    let suspects = errors.suspects();
+    for suspect in suspects.iter().take(NAMED) {
+        report.checks.push(Check { id: "modules".into(), status: Status::Fail, message: suspect.message.clone() });
+    }
+    if suspects.len() > NAMED {
+        let message = format!("so it is with {} more modules", suspects.len() - NAMED);
+        report.checks.push(Check { id: "modules".into(), status: Status::Fail, message });
+    }
+    if suspects.is_empty() {
+        let message = format!("the errors of {} modules are those of rounding", errors.modules.len());
+        report.checks.push(Check { id: "modules".into(), status: Status::Pass, message });
+    }
+    report.checks.push(range(&errors));
+    let corpus = texts::corpus(task);
+    report.module_corpus = Some(Corpus { windows: windows.len(), tokens: errors.tokens as u64, ..corpus });
+    report.modules = errors
+        .modules
+        .into_iter()
+        .map(|module| ModuleError {
+            weight_error: weights.get(&module.module).copied(),
+            module: module.module,
+            layer: module.layer,
+            kind: module.kind,
+            output_error: module.error,
+            bits: None,
+        })
+        .collect();
+    Ok(())
+}
+
+/// Whether engines that keep activations in f16 would overflow.
+fn range(errors: &modules::Errors) -> Check {
+    let beyond = errors.modules.iter().find(|module| module.overflows_f16());
+    let hidden = errors.blocks.iter().map(|block| block.hidden_max).fold(0.0f32, f32::max);
+    let (status, message) = match beyond {
+        Some(module) => (
+            Status::Warn,
+            format!(
+                "`{}` reads numbers up to {} and puts out up to {}: an engine that keeps activations in f16, which ends \
+                 at 65504, overflows there; serve it in bfloat16",
+                module.module, module.input_max, module.output_max
+            ),
+        ),
+        None if hidden > 65504.0 => (
+            Status::Warn,
+            format!("hidden states reach {hidden}, beyond f16, which ends at 65504; serve it in bfloat16"),
+        ),
+        None => {
+            let most = errors.modules.iter().map(|m| m.input_max.max(m.output_max)).fold(hidden, f32::max);
+            (Status::Pass, format!("activations reach {most}, within f16"))
+        }
+    };
+    Check { id: "range".into(), status, message }
+}

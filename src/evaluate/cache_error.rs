@@ -1,0 +1,272 @@
+//! What a key-value cache of few bits does: to keys, values and attention, layer by layer and head by head, and to the
+//! predictions that come of it.
+//!
+//! The first kind of figure shows where a type fails, the second whether that matters: a key may be stored badly and yet
+//! meet no query that cares, or hardly move and tip an attention that was undecided.
+
+use std::error::Error;
+use std::sync::Arc;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::divergence::{Position, from_logits};
+use super::perplexity::BATCH_TOKENS;
+use super::windows::Window;
+use crate::backend::cache::{CacheType, LayerScales, rounded};
+use crate::backend::tensor::Tensor;
+use crate::backend::{Batch, DeviceError, spans_of};
+use crate::engine::cache::{Cache, CacheOptions, EngineError};
+use crate::engine::logits::rows_at_once;
+use crate::engine::pass::{Part, Wanted, pass};
+use crate::model::block::{Block, Stage};
+use crate::model::{Model, ModelError};
+
+/// Why there are no figures.
+#[derive(Debug, Error)]
+pub enum CacheErrorError {
+    #[error("{0}")]
+    Model(#[from] ModelError),
+    #[error("{0}")]
+    Engine(#[from] EngineError),
+    #[error("stopped")]
+    Stopped(#[source] Box<dyn Error + Send + Sync>),
+}
+
+impl From<DeviceError> for CacheErrorError {
+    fn from(error: DeviceError) -> Self {
+        Self::Model(error.into())
+    }
+}
+
+/// Hears before each step how many of how many are done, and may stop the work.
+pub type Progress<'a> = dyn FnMut(usize, usize) -> Result<(), Box<dyn Error + Send + Sync>> + 'a;
+
+/// A way to store keys and values.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Setting {
+    pub kind: CacheType,
+    /// What a stored 1 stands for; `None` takes the type's own way: 1 for FP8, each token's for INT8.
+    pub scales: Option<Arc<[LayerScales]>>,
+}
+
+/// Relative errors, `[layer][key-value head]`: the norm of what is wrong over that of what is right, over all tokens.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HeadErrors {
+    pub keys: Vec<Vec<f64>>,
+    pub values: Vec<Vec<f64>>,
+    /// What attention puts out, all query heads of a key-value head together.
+    pub output: Vec<Vec<f64>>,
+}
+
+/// The largest magnitudes of keys (after rotary embedding) and values, `[layer][key-value head]`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Ranges {
+    pub keys: Vec<Vec<f32>>,
+    pub values: Vec<Vec<f32>>,
+}
+
+impl Ranges {
+    /// Scales that take the largest magnitude to the end of `kind`, for each head or for all heads of a layer.
+    pub fn scales(&self, kind: CacheType, per_head: bool) -> Arc<[LayerScales]> {
+        let top = kind.largest();
+        let scale = |most: f32| if most > 0.0 { most / top } else { 1.0 };
+        let of = |heads: &[f32]| match per_head {
+            true => heads.iter().map(|most| scale(*most)).collect(),
+            false => vec![scale(heads.iter().copied().fold(0.0, f32::max))],
+        };
+        self.keys.iter().zip(&self.values).map(|(k, v)| LayerScales { keys: of(k), values: of(v) }).collect()
+    }
+}
+
+/// Finds the ranges of keys and values on some windows.
+pub fn ranges(model: &Model, windows: &[Window], progress: &mut Progress) -> Result<Ranges, CacheErrorError> {
+    let (layers, heads) = (model.blocks.len(), model.config.kv_heads);
+    let empty = || vec![vec![0.0f32; heads]; layers];
+    let mut found = Ranges { keys: empty(), values: empty() };
+    walk(model, windows, progress, &mut |block, _, [_, k, v], _| {
+        for (x, most) in [(k, &mut found.keys), (v, &mut found.values)] {
+            let channels = model.backend().abs_max(x)?;
+            let by_head = channels.chunks(model.config.head_dim).zip(&mut most[block.index]);
+            // A NaN must stay.
+            by_head.for_each(|(head, most)| {
+                head.iter().for_each(|x| *most = if x.is_nan() || *x > *most { *x } else { *most });
+            });
+        }
+        Ok(())
+    })?;
+    for (layer, (keys, values)) in found.keys.iter().zip(&found.values).enumerate() {
+        if keys.iter().chain(values).any(|x| !x.is_finite()) {
+            let path = format!("keys or values of {}", model.blocks[layer].path);
+            return Err(ModelError::NonFinite { path }.into());
+        }
+    }
+    Ok(found)
+}
+
+/// Sums of squares of an error and of what is right.
+#[derive(Clone, Copy, Default)]
+struct Squares {
+    error: f64,
+    right: f64,
+}
+
+impl Squares {
+    fn relative(self) -> f64 {
+        if self.right > 0.0 { (self.error / self.right).sqrt() } else { self.error.sqrt() }
+    }
+}
+
+/// `[layer][head]`, of keys, values and output.
+type Sums = [Vec<Vec<Squares>>; 3];
+
+/// What each setting does to keys, values and attention where all before is exact.
+pub fn head_errors(
+    model: &Model,
+    windows: &[Window],
+    settings: &[Setting],
+    progress: &mut Progress,
+) -> Result<Vec<HeadErrors>, CacheErrorError> {
+    let (backend, config) = (model.backend(), &model.config);
+    let (heads, dim) = (config.kv_heads, config.head_dim);
+    let empty = || std::array::from_fn(|_| vec![vec![Squares::default(); heads]; model.blocks.len()]);
+    let mut sums: Vec<Sums> = settings.iter().map(|_| empty()).collect();
+    walk(model, windows, progress, &mut |block, batch, [q, k, v], attended| {
+        let exact = [backend.download(k)?, backend.download(v)?, backend.download(attended)?];
+        let widths = [dim, dim, config.heads / heads * dim];
+        for (setting, sums) in settings.iter().zip(&mut sums) {
+            let scales = setting.scales.as_ref().map(|scales| &scales[block.index]);
+            let keys = rounded(setting.kind, &exact[0], dim, scales.map(|s| &s.keys[..]));
+            let values = rounded(setting.kind, &exact[1], dim, scales.map(|s| &s.values[..]));
+            let upload = |x: &Vec<f32>| backend.upload(k.rows, k.cols, x.clone());
+            let output = block.attend(model, batch, [q, &upload(&keys)?, &upload(&values)?], None)?;
+            let found = [keys, values, backend.download(&output)?];
+            for (((sums, found), exact), width) in sums.iter_mut().zip(&found).zip(&exact).zip(widths) {
+                add(&mut sums[block.index], found, exact, width);
+            }
+        }
+        Ok(())
+    })?;
+    let relative = |sums: &Vec<Vec<Squares>>| -> Vec<Vec<f64>> {
+        sums.iter().map(|layer| layer.iter().map(|squares| squares.relative()).collect()).collect()
+    };
+    let of = |[keys, values, output]: &Sums| HeadErrors {
+        keys: relative(keys),
+        values: relative(values),
+        output: relative(output),
+    };
+    Ok(sums.iter().map(of).collect())
+}
+
+/// Adds the squares of rows in which each head has `width` channels.
+fn add(heads: &mut [Squares], found: &[f32], exact: &[f32], width: usize) {
+    let count = heads.len();
+    heads.par_iter_mut().enumerate().for_each(|(head, squares)| {
+        let rows = found.chunks_exact(count * width).zip(exact.chunks_exact(count * width));
+        for (found, exact) in rows {
+            for (f, x) in found[head * width..][..width].iter().zip(&exact[head * width..][..width]) {
+                squares.error += f64::from(f - x).powi(2);
+                squares.right += f64::from(*x).powi(2);
+            }
+        }
+    });
+}
+
+/// What is seen of a block: queries, keys (both rotated) and values, and what attention makes of them.
+type See<'a> = dyn FnMut(&Block, &Batch, [&Tensor; 3], &Tensor) -> Result<(), DeviceError> + 'a;
+
+/// Takes windows through the model as it is.
+fn walk(model: &Model, windows: &[Window], progress: &mut Progress, see: &mut See) -> Result<(), CacheErrorError> {
+    let mut rest = windows;
+    while !rest.is_empty() {
+        let mut tokens = 0;
+        let fitting = rest.iter().take_while(|window| {
+            tokens += window.tokens.len();
+            tokens <= BATCH_TOKENS
+        });
+        let (now, later) = rest.split_at(fitting.count().max(1));
+        let sequences: Vec<&[u32]> = now.iter().map(|window| &window.tokens[..]).collect();
+        let mut chunks = [model.embed(&sequences, spans_of(sequences.iter().map(|s| s.len())))?];
+        for block in &model.blocks {
+            let done = (windows.len() - rest.len()) * model.blocks.len() + block.index * now.len();
+            progress(done, windows.len() * model.blocks.len()).map_err(CacheErrorError::Stopped)?;
+            model.enter(block)?;
+            let (mut inputs, mut attended) = (None, None);
+            block.run::<ModelError>(model, &mut chunks, None, &mut |stage, xs| {
+                match stage {
+                    Stage::Qkv => inputs = xs.first().cloned(),
+                    Stage::Output => attended = xs.first().cloned(),
+                    _ => {}
+                }
+                Ok(None)
+            })?;
+            if let (Some(x), Some(attended)) = (inputs, attended) {
+                let batch = chunks[0].batch.clone();
+                let [q, k, v] = block.queries_keys_values(model, &batch, &x, None)?;
+                see(block, &batch, [&q, &k, &v], &attended)?;
+            }
+            model.leave(block);
+        }
+        rest = later;
+    }
+    Ok(())
+}
+
+/// Predictions with each setting against those with `baseline`, for the tokens that count. All windows go through the
+/// caches, so that what is stored badly is read again by all later tokens and layers.
+pub fn predictions(
+    model: &Model,
+    windows: &[Window],
+    baseline: &Setting,
+    settings: &[Setting],
+    progress: &mut Progress,
+) -> Result<Vec<Vec<Position>>, CacheErrorError> {
+    let vocab = model.config.vocab;
+    let capacity = windows.iter().map(|window| window.tokens.len()).max().unwrap_or(0);
+    let cache = |setting: &Setting| {
+        let (kind, scales) = (Some(setting.kind), setting.scales.clone());
+        Cache::new(model, CacheOptions { kind, scales, ..CacheOptions::for_sequences(1, capacity) })
+    };
+    let mut base = cache(baseline)?;
+    let mut others = settings.iter().map(cache).collect::<Result<Vec<_>, _>>()?;
+    let mut found = vec![Vec::new(); settings.len()];
+    for (done, window) in windows.iter().enumerate() {
+        let tokens = &window.tokens;
+        let base_seq = base.add();
+        let seqs: Vec<_> = others.iter_mut().map(Cache::add).collect();
+        // Logits of token i predict token i + 1.
+        let (before, counting) = tokens[..tokens.len() - 1].split_at(window.score_from - 1);
+        let mut targets = &tokens[window.score_from..];
+        let pieces = before.chunks(BATCH_TOKENS).map(|piece| (piece, Wanted::None));
+        for (piece, wanted) in pieces.chain(counting.chunks(rows_at_once(vocab)).map(|piece| (piece, Wanted::All))) {
+            progress(done, windows.len()).map_err(CacheErrorError::Stopped)?;
+            let logits = |cache: &mut Cache, seq| -> Result<Vec<f32>, CacheErrorError> {
+                let logits = pass(model, cache, &[Part { seq, tokens: piece, wanted }])?;
+                let logits = model.backend().download(&logits)?;
+                match logits.iter().all(|x| x.is_finite()) {
+                    true => Ok(logits),
+                    false => {
+                        let path = model.first_non_finite(tokens)?.unwrap_or_else(|| "the output head".into());
+                        Err(ModelError::NonFinite { path }.into())
+                    }
+                }
+            };
+            let exact = logits(&mut base, base_seq)?;
+            let now = match wanted {
+                Wanted::All => piece.len(),
+                _ => 0,
+            };
+            let (these, later) = targets.split_at(now);
+            for ((cache, seq), found) in others.iter_mut().zip(&seqs).zip(&mut found) {
+                let rounded = logits(cache, *seq)?;
+                let pairs = exact.par_chunks(vocab).zip(rounded.par_chunks(vocab)).zip(these);
+                found.par_extend(pairs.map(|((exact, rounded), target)| from_logits(exact, rounded, *target)));
+            }
+            targets = later;
+        }
+        base.remove(base_seq)?;
+        others.iter_mut().zip(seqs).try_for_each(|(cache, seq)| cache.remove(seq))?;
+    }
+    Ok(found)
+}

@@ -1,0 +1,222 @@
+//! Whether an artifact is whole, told from files alone: every tensor of its reference accounted for, weights that are
+//! those of the reference, scales and zero points that mean something, labels that say what is there, side files that
+//! came along.
+//!
+//! Each thing looked at gives at least one finding; a failure names the module or file, and says what to do.
+
+mod accounting;
+mod folds;
+mod labels;
+mod scales;
+mod side;
+mod weights;
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+pub use accounting::{Accounting, Fate, TensorRecord};
+pub use weights::WeightError;
+
+use crate::checkpoint::Checkpoint;
+use crate::format::manifest::{self, Manifest, verify_manifest};
+use crate::format::{self, FormatError, Opened};
+use crate::model::config::{ConfigError, ModelConfig};
+
+/// Why nothing can be said.
+#[derive(Debug, Error)]
+pub enum IntegrityError<E> {
+    #[error("the reference cannot be opened")]
+    Reference(#[source] FormatError),
+    #[error("the config of the reference in `{dir}`")]
+    Config { dir: PathBuf, source: ConfigError },
+    /// What `progress` said.
+    #[error(transparent)]
+    Stopped(E),
+}
+
+/// How something that was looked at came out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    Pass,
+    Warn,
+    Fail,
+}
+
+/// Something that was looked at.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// A lasting name: `manifest`, `side.chat-template`.
+    pub id: String,
+    pub status: Status,
+    /// What was found; of a failure also what to do.
+    pub message: String,
+}
+
+/// What an artifact is, held against its reference.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Integrity {
+    /// `None` where the artifact cannot be opened.
+    pub accounting: Option<Accounting>,
+    pub findings: Vec<Finding>,
+}
+
+impl Integrity {
+    /// The worst of all findings.
+    pub fn status(&self) -> Status {
+        self.findings.iter().map(|finding| finding.status).max().unwrap_or(Status::Pass)
+    }
+}
+
+/// Findings on their way.
+#[derive(Debug, Default)]
+struct Findings(Vec<Finding>);
+
+impl Findings {
+    fn add(&mut self, id: &str, status: Status, message: impl Into<String>) {
+        self.0.push(Finding { id: id.into(), status, message: message.into() });
+    }
+
+    fn warn(&mut self, id: &str, message: impl Into<String>) {
+        self.add(id, Status::Warn, message);
+    }
+
+    fn fail(&mut self, id: &str, message: impl Into<String>) {
+        self.add(id, Status::Fail, message);
+    }
+
+    /// `message` where nothing was found under `id`.
+    fn otherwise(&mut self, id: &str, message: impl Into<String>) {
+        if !self.0.iter().any(|finding| finding.id == id) {
+            self.add(id, Status::Pass, message);
+        }
+    }
+
+    /// A few of many, so that a file full of damage is told in lines that can be read.
+    fn fail_each(&mut self, id: &str, messages: Vec<String>) {
+        self.each(id, Status::Fail, messages);
+    }
+
+    fn warn_each(&mut self, id: &str, messages: Vec<String>) {
+        self.each(id, Status::Warn, messages);
+    }
+
+    fn each(&mut self, id: &str, status: Status, messages: Vec<String>) {
+        const SHOWN: usize = 8;
+        let more = messages.len().saturating_sub(SHOWN);
+        for message in messages.into_iter().take(SHOWN) {
+            self.add(id, status, message);
+        }
+        if more > 0 {
+            self.add(id, status, format!("and {more} more of the kind"));
+        }
+    }
+}
+
+/// An open model folder or GGUF file, with its config settled.
+struct Side<'a> {
+    opened: &'a Opened,
+    config: &'a ModelConfig,
+}
+
+impl Side<'_> {
+    fn checkpoint(&self) -> &Checkpoint {
+        self.opened.source.checkpoint()
+    }
+}
+
+/// Holds the artifact at `artifact` against the model at `reference`, each a folder or a GGUF file. `progress` hears
+/// how many linears of how many are done, and may stop the work.
+pub fn check<E>(
+    artifact: &Path,
+    reference: &Path,
+    progress: &mut dyn FnMut(usize, usize) -> Result<(), E>,
+) -> Result<Integrity, IntegrityError<E>> {
+    let original = open(reference).map_err(IntegrityError::Reference)?;
+    let dir = reference.into();
+    let config = settle(original.source.checkpoint()).map_err(|source| IntegrityError::Config { dir, source })?;
+    let original = Side { opened: &original, config: &config };
+    let mut findings = Findings::default();
+    hashes(artifact, original.checkpoint(), &mut findings);
+    let opened = match open(artifact) {
+        Ok(opened) => opened,
+        Err(error) => {
+            findings.fail("files", error.to_string());
+            if let Ok(checkpoint) = Checkpoint::open(artifact) {
+                scales::scan(&checkpoint, &mut findings);
+                side::check(&checkpoint, original.checkpoint(), &mut findings);
+            }
+            return Ok(Integrity { accounting: None, findings: findings.0 });
+        }
+    };
+    let count = opened.source.checkpoint().files().len();
+    findings.otherwise("files", format!("{count} weight files, of the lengths that their headers tell"));
+    labels::check(&opened, original.checkpoint(), &mut findings);
+    scales::scan(opened.source.checkpoint(), &mut findings);
+    side::check(opened.source.checkpoint(), original.checkpoint(), &mut findings);
+    let own = match settle(opened.source.checkpoint()) {
+        Ok(config) => config,
+        Err(error) => {
+            findings.fail("config", format!("the artifact's config cannot be run: {error}"));
+            return Ok(Integrity { accounting: None, findings: findings.0 });
+        }
+    };
+    let quantized = Side { opened: &opened, config: &own };
+    labels::compare(&quantized, &original, &mut findings);
+    let (compared, unread) =
+        weights::compare(&quantized, &original, &mut findings, progress).map_err(IntegrityError::Stopped)?;
+    let accounting = accounting::account(&quantized, &original, &compared, &unread, &mut findings);
+    Ok(Integrity { accounting: Some(accounting), findings: findings.0 })
+}
+
+fn open(path: &Path) -> Result<Opened, FormatError> {
+    if format::is_file(path) { format::open_file(path) } else { format::open(Checkpoint::open(path)?) }
+}
+
+fn settle(checkpoint: &Checkpoint) -> Result<ModelConfig, ConfigError> {
+    let tensors = checkpoint.tensors();
+    let shape_of = |start: &str| {
+        let (name, entry) = tensors.range(start.to_string()..).next()?;
+        name.starts_with(start).then_some(&entry.shape[..])
+    };
+    ModelConfig::parse(checkpoint.config(), shape_of)
+}
+
+/// Holds the files against `quantkit.json`, and the reference against what that says it read.
+fn hashes(artifact: &Path, reference: &Checkpoint, findings: &mut Findings) {
+    const ID: &str = "manifest";
+    if !artifact.join(manifest::FILE).exists() {
+        findings.otherwise(ID, format!("there is no `{}` to hold the files against", manifest::FILE));
+        return;
+    }
+    match verify_manifest(artifact) {
+        Ok(mismatches) => {
+            for mismatch in mismatches {
+                findings.fail(
+                    ID,
+                    format!("{mismatch}: the file was changed or damaged after it was written; copy it again"),
+                );
+            }
+            findings.otherwise(ID, format!("every file is as `{}` says", manifest::FILE));
+        }
+        Err(error) => findings.fail(ID, error.to_string()),
+    }
+    let Ok(manifest) = Manifest::read(artifact) else { return };
+    for record in manifest.source.iter().filter(|record| record.file != "config.json") {
+        let path = reference.dir().join(&record.file);
+        let known = reference.files().iter().any(|file| **file == *record.file);
+        match known.then(|| manifest::sha256_file(&path)) {
+            Some(Ok((hash, _))) if hash != record.sha256 => findings.warn(
+                "source",
+                format!(
+                    "the artifact was made from another `{}` than that of the reference: give the model it was made from",
+                    record.file
+                ),
+            ),
+            _ => {}
+        }
+    }
+    findings.otherwise("source", "no file of the reference is another than the one the artifact was made from");
+}
