@@ -67,10 +67,39 @@ pub fn round_scales(scale: &mut Lane) {
     let mut narrow = [f16::ZERO; LANES];
     narrow.convert_from_f32_slice(scale);
     narrow.convert_to_f32_slice(scale);
-    for s in scale.iter_mut() {
-        let least = f16::from_bits(1).to_f32();
-        *s = if *s == 0.0 { least } else { s.clamp(-65504.0, 65504.0) };
-    }
+    scale.iter_mut().for_each(|s| *s = usable(*s));
+}
+
+/// A scale of f16 that destroys no group.
+#[inline(always)]
+fn usable(scale: f32) -> f32 {
+    let least = f16::from_bits(1).to_f32();
+    if scale == 0.0 { least } else { scale.clamp(-65504.0, 65504.0) }
+}
+
+/// The step of a grid over the whole range of a group.
+#[inline(always)]
+fn step(low: f32, high: f32, scheme: Scheme, least_zero: f32) -> f32 {
+    let top = scheme.top() as f32;
+    let range = if scheme.sym { 2.0 * high.max(-low) } else { high - low };
+    let step = if range == 0.0 { 1.0 } else { range / top };
+    // A raised zero point leaves fewer codes above it, which must reach as high.
+    if !scheme.sym && least_zero > 0.0 { step.max(high / (top - least_zero)) } else { step }
+}
+
+/// The zero point of an asymmetric grid, before it is moved into its bounds.
+#[inline(always)]
+fn zero_point(low: f32, scale: f32) -> f32 {
+    round((-low / scale).min(300.0))
+}
+
+/// Scale and zero point of one group by its range, as [`levels`] has them for the first candidate.
+#[inline(always)]
+pub fn range_levels(low: f32, high: f32, scheme: Scheme, least_zero: u8) -> (f32, f32) {
+    let (top, lowest) = (scheme.top() as f32, least_zero as f32);
+    let scale = usable(f16::from_f32(step(low, high, scheme, lowest)).to_f32());
+    let zero = if scheme.sym { scheme.middle() as f32 } else { zero_point(low, scale).clamp(lowest, top) };
+    (scale, zero)
 }
 
 /// Shrink factors of the range, tried by the searches, in steps of a hundredth.
@@ -122,12 +151,7 @@ pub fn levels(
     let (top, lowest) = (scheme.top() as f32, least_zero as f32);
     let mut base = [0.0; LANES];
     for l in 0..LANES {
-        let range = if scheme.sym { 2.0 * high[l].max(-low[l]) } else { high[l] - low[l] };
-        base[l] = if range == 0.0 { 1.0 } else { range / top };
-        // A raised zero point leaves fewer codes above it, which must reach as high.
-        if !scheme.sym && least_zero > 0 {
-            base[l] = base[l].max(high[l] / (top - lowest));
-        }
+        base[l] = step(low[l], high[l], scheme, lowest);
     }
     let candidate = |by: &Candidate| {
         let mut levels = Levels { scale: base, zero: [scheme.middle() as f32; LANES] };
@@ -135,8 +159,7 @@ pub fn levels(
         round_scales(&mut levels.scale);
         if !scheme.sym {
             for l in 0..LANES {
-                let zero = round((-low[l] * by.shrink / levels.scale[l]).min(300.0)) + by.shift;
-                levels.zero[l] = zero.clamp(lowest, top);
+                levels.zero[l] = (zero_point(low[l] * by.shrink, levels.scale[l]) + by.shift).clamp(lowest, top);
             }
         }
         levels

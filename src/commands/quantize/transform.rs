@@ -15,7 +15,7 @@ use crate::model::block::{Block, Chunk, Linear, Stage};
 use crate::model::fold::{Fold, Joint, tied};
 use crate::model::{Model, ModelError};
 use crate::quantize::grid::Grid;
-use crate::quantize::rtn::rtn;
+use crate::quantize::rtn::scaled_and_back;
 use crate::quantize::scaling::{awq_grid, awq_scales, column_maxima, relative_magnitudes, smooth_scales};
 use crate::recipe::{Method, Rounding, Transform};
 use crate::tensor::{Dtype, narrowed};
@@ -162,14 +162,7 @@ impl Search<'_> {
     /// The weight that a linear would have with its columns scaled for rounding, and back.
     fn rounded(&self, linear: &Linear, weight: &[f32], scales: &[f32]) -> Result<Matrix, DeviceError> {
         let Some(scheme) = self.modules.scheme(&linear.path) else { return Ok(linear.weight.clone()) };
-        let mut scaled = weight.to_vec();
-        let rows = scaled.chunks_exact_mut(linear.cols);
-        rows.for_each(|row| row.iter_mut().zip(scales).for_each(|(w, s)| *w *= s));
-        let least_zero = self.layout.least_zero();
-        let (quantized, _) = rtn(&scaled, linear.rows, linear.cols, None, scheme, Grid::MaxAbs, least_zero);
-        let mut back = quantized.to_f32();
-        let rows = back.chunks_exact_mut(linear.cols);
-        rows.for_each(|row| row.iter_mut().zip(scales).for_each(|(w, s)| *w /= s));
+        let back = scaled_and_back(weight, linear.cols, scales, scheme, self.layout.least_zero());
         let bytes = narrowed(Dtype::F32, &back).into();
         let dense = Dense { rows: linear.rows, cols: linear.cols, dtype: Dtype::F32, bytes };
         self.model.backend().load(Weight::Dense(dense))
