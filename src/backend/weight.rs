@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::num::few::{self, SIDE};
 use crate::num::ggml::GgmlType;
-use crate::num::simd::vectorized;
+use crate::num::simd::{prefetch, vectorized};
 use crate::num::{bits, e4m3, int8};
 use crate::tensor::{Bytes, Dtype, widen};
 
@@ -172,6 +172,11 @@ impl Weight {
             let first = rows.start + i * few::TOGETHER;
             let part = first..(first + few::TOGETHER).min(rows.end);
             let values = &mut values[..part.len() * cols];
+            // The next rows come from memory while these are multiplied.
+            let next = part.end..(part.end + few::TOGETHER).min(rows.end);
+            if let Some((_, bytes)) = self.blocks(next) {
+                prefetch(bytes);
+            }
             match self.blocks(part.clone()) {
                 Some((kind, bytes)) => kind.values(bytes, values),
                 None => self.panel(part, values),

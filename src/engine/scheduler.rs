@@ -2,8 +2,8 @@
 //! the cache waits, or goes to host memory for a while.
 //!
 //! A request's tokens do not depend on what else there is. Tokens are decoded in passes of at most `few_rows` rows, in
-//! which every row has the bits it has alone; a chunk of a prompt is a pass of its own, and where it ends depends on the
-//! prompt alone; a sequence whose cache was given up is brought back in the same two ways.
+//! which every row has the bits it has alone; so are short chunks of prompts, a longer one is a pass of its own, and where
+//! a chunk ends depends on the prompt alone; a sequence whose cache was given up is brought back in the same two ways.
 
 use std::collections::VecDeque;
 
@@ -161,6 +161,13 @@ impl Lane {
             Place::Swap(_) | Place::Nowhere => None,
         }
     }
+}
+
+/// What is read of a sequence in one pass.
+struct Chunk {
+    order: (usize, usize),
+    seq: SeqId,
+    rows: usize,
 }
 
 /// Takes requests through a model, step by step.
@@ -429,40 +436,72 @@ impl<'a> Scheduler<'a> {
 
     /// Reads prompts, and what has to be read again, by up to `budget` tokens; the first comes first.
     fn read(&mut self, budget: usize) -> Result<(), ScheduleError> {
-        let unread = self.running.iter().filter(|lane| lane.unread() > 0).map(Lane::order).collect::<Vec<_>>();
         let mut left = budget;
+        loop {
+            let chunks = self.next_chunks(left)?;
+            if chunks.is_empty() {
+                return Ok(());
+            }
+            left -= chunks.iter().map(|chunk| chunk.rows).sum::<usize>();
+            self.read_together(&chunks)?;
+        }
+    }
+
+    /// What is read in the next pass: a chunk of the first sequence that has any, and beside it those of others as long as
+    /// there are few rows.
+    fn next_chunks(&mut self, budget: usize) -> Result<Vec<Chunk>, ScheduleError> {
+        let few = self.model.backend().few_rows();
+        let unread = self.running.iter().filter(|lane| lane.unread() > 0).map(Lane::order).collect::<Vec<_>>();
+        let (mut chunks, mut more, mut total) = (Vec::new(), Vec::new(), 0);
         for order in unread {
-            while let Some(at) = self.find(order) {
-                let lane = &self.running[at];
-                // A prompt is read in chunks of its own; what came after it was decoded, and is read as few rows.
-                let most = if lane.cached < lane.prompt {
-                    self.chunk.min(lane.prompt - lane.cached)
-                } else {
-                    self.chunk.min(self.model.backend().few_rows())
-                };
-                let rows = most.min(lane.unread());
-                let Some(seq) = lane.seq() else { break };
-                if rows == 0 {
-                    break;
-                }
-                if rows > left || !self.make_room(order, &[(seq, rows)])? {
-                    return Ok(());
-                }
-                left -= rows;
-                let lane = &self.running[at];
-                let tokens = lane.tokens[lane.cached..lane.cached + rows].to_vec();
-                let chosen = lane.cached + rows == lane.tokens.len();
-                let wanted = if chosen { Wanted::Last } else { Wanted::None };
-                let logits = self.pass(&[Part { seq, tokens: &tokens, wanted }])?;
-                self.running[at].cached += rows;
-                self.totals.prompt_tokens += rows;
-                if chosen {
-                    let lanes = self.split(at)?;
-                    self.choose(&lanes, &logits)?;
+            // Those before it may have taken its place.
+            let Some(lane) = self.find(order).map(|at| &self.running[at]) else { break };
+            // A prompt is read in chunks of its own; what came after it was decoded, and is read as few rows.
+            let most =
+                if lane.cached < lane.prompt { self.chunk.min(lane.prompt - lane.cached) } else { self.chunk.min(few) };
+            let rows = most.min(lane.unread());
+            let Some(seq) = lane.seq() else { break };
+            if total + rows > budget || (total > 0 && total + rows > few) {
+                break;
+            }
+            more.push((seq, rows));
+            if !self.make_room(order, &more)? {
+                break;
+            }
+            total += rows;
+            chunks.push(Chunk { order, seq, rows });
+        }
+        Ok(chunks)
+    }
+
+    fn read_together(&mut self, chunks: &[Chunk]) -> Result<(), ScheduleError> {
+        let mut tokens = Vec::new();
+        for chunk in chunks {
+            let Some(at) = self.find(chunk.order) else { continue };
+            let lane = &self.running[at];
+            let end = lane.cached + chunk.rows;
+            let wanted = if end == lane.tokens.len() { Wanted::Last } else { Wanted::None };
+            tokens.push((chunk, lane.tokens[lane.cached..end].to_vec(), wanted));
+        }
+        let parts: Vec<Part> =
+            tokens.iter().map(|(chunk, tokens, wanted)| Part { seq: chunk.seq, tokens, wanted: *wanted }).collect();
+        let logits = self.pass(&parts)?;
+        let (mut row, mut failed) = (0, None);
+        for (chunk, tokens, wanted) in &tokens {
+            let Some(at) = self.find(chunk.order) else { continue };
+            self.running[at].cached += tokens.len();
+            self.totals.prompt_tokens += tokens.len();
+            if *wanted == Wanted::Last {
+                let own = self.model.backend().rows(&logits, &[row]).map_err(ModelError::from)?;
+                row += 1;
+                let lanes = self.split(at)?;
+                // The others have been read as well, and are to have their tokens.
+                if let Err(error) = self.choose(&lanes, &own) {
+                    failed.get_or_insert(error);
                 }
             }
         }
-        Ok(())
+        failed.map_or(Ok(()), Err)
     }
 
     fn pass(&mut self, parts: &[Part]) -> Result<Tensor, ScheduleError> {
