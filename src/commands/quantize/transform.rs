@@ -229,7 +229,8 @@ struct Best {
 }
 
 /// The candidate with the least error, the first of equals, among those that do best on the first part of the sample
-/// and candidate 0. `measure` gives the error of a candidate on the first part or on the whole sample.
+/// and candidate 0; the others are in order of strength, and of them every second one is tried and then the neighbours of
+/// the best. `measure` gives the error of a candidate on the first part or on the whole sample.
 fn best(candidates: usize, several: bool, measure: &mut dyn FnMut(usize, bool) -> Result<f64>) -> Result<Best> {
     let mut errors = Vec::with_capacity(candidates);
     let mut measure = |candidate, whole| -> Result<f64> {
@@ -237,9 +238,16 @@ fn best(candidates: usize, several: bool, measure: &mut dyn FnMut(usize, bool) -
         let error = measure(candidate, whole)?;
         Ok(if error.is_finite() { error } else { f64::INFINITY })
     };
-    for candidate in 0..candidates {
+    for candidate in std::iter::once(0).chain((1..candidates).step_by(2)) {
         errors.push((candidate, measure(candidate, false)?));
     }
+    let leading = errors[1..].iter().min_by(|a, b| a.1.total_cmp(&b.1)).map_or(0, |(candidate, _)| *candidate);
+    for candidate in [leading.saturating_sub(1), leading + 1] {
+        if candidate > 0 && candidate < candidates {
+            errors.push((candidate, measure(candidate, false)?));
+        }
+    }
+    errors.sort_by_key(|(candidate, _)| *candidate);
     if several {
         let mut by_error = errors.split_off(1);
         by_error.sort_by(|a, b| a.1.total_cmp(&b.1));
