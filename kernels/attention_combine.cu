@@ -26,8 +26,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_combine(const float*
         float sum = 0.0f;
 #pragma unroll 4
         for (uint32_t i = 0; i < splits; ++i) {
-            const float weight = weights[i];
-            sum += weight == 0.0f ? 0.0f : weight * part[i * next + 2 + d];
+            sum += maxima[i] == -INFINITY ? 0.0f : weights[i] * part[i * next + 2 + d];
         }
         out[row * dim + d] = sum / total;
     }

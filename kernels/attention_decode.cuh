@@ -12,8 +12,8 @@ QK_INLINE void read_page(const Element* p, uint32_t dim, uint32_t d, uint32_t (&
         read_row<false, Element, N>(p + d, int(dim) - int(d), raw);
 }
 
-// One page of one head, read where it stands: a warp meets each byte once. Slots from `filled` on were never written;
-// their scores are masked.
+// One page of one head, read where it stands: a warp meets each byte once. The scores of slots that the query
+// does not see, or that were never written, are masked.
 template <class F>
 struct PageKeys {
     const typename F::Element* keys;
@@ -29,12 +29,13 @@ struct PageKeys {
     QK_INLINE float factor(uint32_t key) const { return F::TOKEN_SCALES ? scales[key] : 1.0f; }
 };
 
-// Zero times what is in an empty slot might be NaN: it is not read.
+// Zero times what the query does not see might be NaN: only `count` slots from `first` on are read.
 template <class F>
 struct PageValues {
+    static constexpr bool TOKEN_SCALES = F::TOKEN_SCALES;
     const typename F::Element* values;
     const float* scales;
-    uint32_t dim, filled;
+    uint32_t dim, first, count;
     QK_INLINE void read(int, int i, uint32_t (&hi)[2][4], uint32_t (&)[2][4]) const {
         typedef typename F::Element Element;
         const uint32_t t = threadIdx.x % 4, d = 32 * i + threadIdx.x % 32 / 4 * 4;
@@ -45,16 +46,13 @@ struct PageValues {
             for (int odd = 0; odd < 2; ++odd) {
                 const uint32_t slot = 8 * w + 2 * t + odd;
                 uint32_t raw[sizeof(Element)];
-                read_page<Element, 4>(values + slot * dim, slot < filled ? dim : 0, d, raw);
+                read_page<Element, 4>(values + slot * dim, slot - first < count ? dim : 0, d, raw);
                 F::template values<4>(raw, one[odd], none);
             }
             interleave<2>(hi[w], one[0], one[1]);
         }
     }
-    QK_INLINE float factor(uint32_t key) const {
-        if (!F::TOKEN_SCALES) return 1.0f;
-        return key < filled ? scales[key] * WEIGHT_BOOST : 0.0f;
-    }
+    QK_INLINE float factor(uint32_t key) const { return scales[key]; }
 };
 
 // Adds up the warps' rows, in their order, in `sums` (16 x DIM), and leaves max and sum of each row in `totals`.
@@ -124,8 +122,9 @@ QK_INLINE void decode(const float* q, const void* keys, const void* values, cons
             const uint64_t row = (uint64_t(table[page]) * kv_heads + kv_head) * PAGE;
             const uint32_t first_key = page * PAGE;
             const PageKeys<F> page_keys{static_cast<const Element*>(keys) + row * dim, key_scales + row, dim};
+            const uint32_t first = max(first_seen(position, rule.window), first_key) - first_key;
             const PageValues<F> page_values{static_cast<const Element*>(values) + row * dim, value_scales + row, dim,
-                                            position + 1 - first_key};
+                                            first, position + 1 - first_key - first};
             float s[2][4];
             Weights<2> weights;
             scores<DIM, 2, 1>(s, queries, 16 * DIM / 2, page_keys, dim);
@@ -142,8 +141,9 @@ QK_INLINE void decode(const float* q, const void* keys, const void* values, cons
             float best = maxima[0][row], total = 0.0f;
             for (int w = 1; w < DECODE_WARPS; ++w) best = fmaxf(best, maxima[w][row]);
             for (int w = 0; w < DECODE_WARPS; ++w)
-                if (maxima[w][row] != -INFINITY) total += totals[w][row] * exp2f((maxima[w][row] - best) * LOG2E);
-            to[row * next] = best, to[row * next + 1] = total;
+                if (totals[w][row] != 0.0f) total += totals[w][row] * exp2f((maxima[w][row] - best) * LOG2E);
+            // Among scores that are NaN there is no largest, and attention_combine passes over splits without one.
+            to[row * next] = total == total ? best : INFINITY, to[row * next + 1] = total;
         }
         __syncthreads();
     }

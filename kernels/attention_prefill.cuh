@@ -58,6 +58,7 @@ struct SharedKeys {
 
 template <class F, int DIM>
 struct SharedValues {
+    static constexpr bool TOKEN_SCALES = F::TOKEN_SCALES;
     const uint32_t* words;
     const float* scales;
     QK_INLINE void read(int k, int i, uint32_t (&hi)[2][4], uint32_t (&lo)[2][4]) const {
@@ -69,7 +70,7 @@ struct SharedValues {
             if constexpr (F::PLANES == 2) read4(lo[w], from + PREFILL_KEYS<DIM> / 2 * DIM);
         }
     }
-    QK_INLINE float factor(uint32_t key) const { return F::TOKEN_SCALES ? scales[key] * WEIGHT_BOOST : 1.0f; }
+    QK_INLINE float factor(uint32_t key) const { return scales[key]; }
 };
 
 // Keys `first_key` on to shared memory, zeros after `last`.

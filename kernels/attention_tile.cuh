@@ -131,6 +131,8 @@ struct Weights {
     uint32_t lo[TILES / 2][4];
     // What the sums so far of rows g and g+8 are to be multiplied by.
     float keep[2];
+    // What the sums over this tile are to be multiplied by.
+    float down[2];
 };
 
 // cap * tanh(x / cap), as 1 - 2 / (1 + e^(2x / cap)).
@@ -139,8 +141,8 @@ QK_INLINE float capped(float x, float cap) {
 }
 
 // Scales, masks and takes the tile's scores into the running softmax. The tile's keys are at positions `first_key`
-// on, the queries of rows g and g+8 at `position` and `position + step`. keys.factor(i) and values.factor(i) are
-// what key i's scores and weights are multiplied by.
+// on, the queries of rows g and g+8 at `position` and `position + step`. keys.factor(i) is what key i's scores are
+// multiplied by, values.factor(i) its weights, with TOKEN_SCALES and where a query sees it.
 template <int DIM, int TILES, class Keys, class Values>
 QK_INLINE void soften(Rows<DIM>& rows, Weights<TILES>& weights, float (&s)[TILES][4], const Keys& keys,
                       const Values& values, const Rule& rule, uint32_t first_key, uint32_t position, uint32_t step) {
@@ -166,14 +168,30 @@ QK_INLINE void soften(Rows<DIM>& rows, Weights<TILES>& weights, float (&s)[TILES
         const float base = best == -INFINITY ? 0.0f : best;
         weights.keep[r] = exp2f((rows.max[r] - base) * LOG2E);
         rows.max[r] = best;
-        float sum = 0.0f;
+        float sum = 0.0f, most = 0.0f;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             const float a = exp2f((s[n][2 * r] - base) * LOG2E), b = exp2f((s[n][2 * r + 1] - base) * LOG2E);
             sum += a + b;
+            if constexpr (Values::TOKEN_SCALES) {
+                const uint32_t own = 8 * n + 2 * t;
+                s[n][2 * r] = s[n][2 * r] == -INFINITY ? 0.0f : a * values.factor(own);
+                s[n][2 * r + 1] = s[n][2 * r + 1] == -INFINITY ? 0.0f : b * values.factor(own + 1);
+                most = fmaxf(most, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+            } else {
+                s[n][2 * r] = a, s[n][2 * r + 1] = b;
+            }
+        }
+        Boost boost = {1.0f, 1.0f};
+        if constexpr (Values::TOKEN_SCALES) {
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+            boost = boost_for(fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)));
+        }
+        weights.down[r] = boost.down;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
             const int word = r + n % 2 * 2;
-            const uint32_t own = 8 * n + 2 * t;
-            split_pair(a * values.factor(own), b * values.factor(own + 1), weights.hi[n / 2][word],
+            split_pair(s[n][2 * r] * boost.up, s[n][2 * r + 1] * boost.up, weights.hi[n / 2][word],
                        weights.lo[n / 2][word]);
         }
         rows.sum[r] = rows.sum[r] * weights.keep[r] + sum;
@@ -181,7 +199,8 @@ QK_INLINE void soften(Rows<DIM>& rows, Weights<TILES>& weights, float (&s)[TILES
 }
 
 // Takes the tile's values into the weighted sums. values.read(k, i, hi, lo) gives, for w = 0 and 1, dimensions
-// 32i + 4g to 32i + 4g + 3 of keys 16k + 8w + 2t and the next, one word a dimension.
+// 32i + 4g to 32i + 4g + 3 of keys 16k + 8w + 2t and the next, one word a dimension. A NaN reaches all queries of the tile,
+// also those that do not see it: zero times NaN is NaN.
 template <int DIM, int TILES, int PLANES, class Values>
 QK_INLINE void weigh(Rows<DIM>& rows, const Weights<TILES>& weights, const Values& values, uint32_t dim) {
 #pragma unroll
@@ -210,7 +229,10 @@ QK_INLINE void weigh(Rows<DIM>& rows, const Weights<TILES>& weights, const Value
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) rows.out[i][j][c] = rows.out[i][j][c] * weights.keep[c / 2] + part[j][c];
+            for (int c = 0; c < 4; ++c) {
+                const float old = rows.out[i][j][c] * weights.keep[c / 2];
+                rows.out[i][j][c] = old + part[j][c] * weights.down[c / 2];
+            }
     }
 }
 

@@ -20,11 +20,18 @@ QK_INLINE uint8_t encode_e5m2(float x) {
 }
 
 // One row of one head by one warp; `scale` becomes what a stored 1 stands for: `fixed`, or where that is 0 what the row
-// needs.
+// needs. It becomes NaN where the row has a NaN, or an infinity that `fixed` does not cut off.
 QK_INLINE void append_i8(const float* x, int8_t* codes, float* scale, uint32_t dim, float fixed) {
+    const bool settled = fixed > 0.0f;
     float largest = 0.0f;
-    for (uint32_t i = threadIdx.x % 32; i < dim; i += 32) largest = fmaxf(largest, fabsf(x[i]));
-    const float step = fixed > 0.0f ? fixed : qk_warp_max(largest) / 127.0f;
+    for (uint32_t i = threadIdx.x % 32; i < dim; i += 32) {
+        // fmaxf would pass over NaN.
+        const float size = x[i] != x[i] ? INFINITY : settled ? 0.0f : fabsf(x[i]);
+        largest = fmaxf(largest, size);
+    }
+    largest = qk_warp_max(largest);
+    const float broken = __int_as_float(0x7fffffff);
+    const float step = largest == INFINITY ? broken : settled ? fixed : largest / 127.0f;
     for (uint32_t i = threadIdx.x % 32; i < dim; i += 32) {
         const float code = step > 0.0f ? rintf(x[i] / step) : 0.0f;
         codes[i] = static_cast<int8_t>(fminf(fmaxf(code, -127.0f), 127.0f));

@@ -9,10 +9,8 @@
 
 constexpr uint32_t PAGE = 16;
 
-// f16 ends at 6e-8, and low halves should lose nothing that matters: f32 values are multiplied by the first, weights
-// times INT8 scales, which are smaller, by the second.
+// f16 ends at 6e-8, and low halves should lose nothing that matters: f32 values are multiplied by this.
 constexpr float VALUE_BOOST = 16.0f;
-constexpr float WEIGHT_BOOST = 1024.0f;
 
 // The largest f16; beyond it `hi` saturates, and `lo` takes up as much again.
 constexpr float F16_MAX = 65504.0f;
@@ -34,6 +32,19 @@ QK_INLINE void split_pair(float a, float b, uint32_t& hi, uint32_t& lo) {
     hi = word_of(__floats2half2_rn(f16_range(a), f16_range(b)));
     const float2 near = floats_of(hi);
     lo = word_of(__floats2half2_rn(a - near.x, b - near.y));
+}
+
+// Powers of two for a query's weights times the scales of values, which can be of any size: `up` takes the largest product
+// of a tile to 2^13 or more, where none is beyond f16 and low halves lose nothing that matters; `down` goes to the sums.
+struct Boost {
+    float up, down;
+};
+
+// For products of which `most` is the largest; whatever it is, both are normal numbers.
+QK_INLINE Boost boost_for(float most) {
+    constexpr uint32_t POWER = 13;
+    const uint32_t exponent = max(__float_as_uint(most) >> 23, POWER + 1);
+    return {__uint_as_float((254 + POWER - exponent) << 23), __uint_as_float((exponent - POWER) << 23)};
 }
 
 // N elements of a row as they stand in memory. Only the first `valid` exist; the rest become zero. WIDE: rows are
@@ -74,7 +85,7 @@ QK_INLINE void read_row(const Element* p, int valid, uint32_t (&raw)[N * sizeof(
 // Each format: `keys` and `values` turn the raw words of N elements into N / 2 words of two f16 (`lo` untouched where
 // there is one plane). Scores are to be multiplied by key_unit, weighted sums by value_unit, which take the scales of the
 // layer's heads. TOKEN_SCALES: there is instead a scale for each row of the pool, and scores are to be multiplied by the
-// key's, weights by the value's times WEIGHT_BOOST.
+// key's, weights by the value's, within a Boost. NaN stays NaN in each of them.
 
 // f32 rows outside any cache.
 struct F32 {
@@ -125,13 +136,15 @@ struct E4m3 {
     static constexpr bool TOKEN_SCALES = false;
 
     // With its exponent and mantissa moved into their f16 places, a code stands for 2^-8 of its value, exactly
-    // and subnormals too: the biases are 7 and 15. (A NaN code would pass as 480; only a NaN is stored so.)
+    // and subnormals too: the biases are 7 and 15. In NaN, all ones, another 1 carries into the exponent's first bit, which
+    // makes it one of f16.
     template <int N>
     static QK_INLINE void keys(const uint32_t (&raw)[N / 4], uint32_t (&hi)[N / 2], uint32_t (&)[N / 2]) {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
             const uint32_t spread = __byte_perm(raw[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
-            hi[i] = (spread & 0x80008000u) | ((spread & 0x7f007f00u) >> 1);
+            const uint32_t magnitude = (spread & 0x7f007f00u) >> 1;
+            hi[i] = (spread & 0x80008000u) | magnitude | ((magnitude + 0x00800080u) & 0x40004000u);
         }
     }
     template <int N>
@@ -161,7 +174,7 @@ struct E5m2 {
     static QK_INLINE float value_unit(const float* scales, uint32_t head) { return scales[head]; }
 };
 
-// A scale per token and head.
+// A scale per token and head; of a token with a NaN it is NaN, for which codes have no word.
 struct I8 {
     typedef int8_t Element;
     static constexpr int PLANES = 1;
@@ -182,5 +195,5 @@ struct I8 {
         keys<N>(raw, hi, lo);
     }
     static QK_INLINE float key_unit(const float*, uint32_t) { return 1.0f; }
-    static QK_INLINE float value_unit(const float*, uint32_t) { return 1.0f / WEIGHT_BOOST; }
+    static QK_INLINE float value_unit(const float*, uint32_t) { return 1.0f; }
 };

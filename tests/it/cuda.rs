@@ -1,6 +1,7 @@
 //! The CUDA backend against the CPU's, on the emulated driver or, with `QUANTKIT_TEST_GPU=1`, on a real one.
 
 mod attention;
+mod cache;
 mod calibration;
 mod commands;
 mod eight_bits;

@@ -101,17 +101,18 @@ impl Format for I8 {
     }
 }
 
-/// The scale of one head's numbers: `fixed`, or for INT8 what they need.
+/// The scale of one head's numbers: `fixed`, or for INT8 what they need. INT8 has no code for NaN, but the scale has: it is
+/// NaN where a number is, or infinite without a scale that would cut it off.
 fn scale_of(kind: CacheType, row: &[f32], fixed: Option<f32>) -> f32 {
     match (fixed, kind) {
-        (Some(scale), _) => scale,
         (None, CacheType::Int8) => {
             let most = vectorized(|| row.iter().fold(0.0f32, |m, x| m.max(x.abs())));
-            // `max` passes NaN over, the sum does not: codes have no word for it, the scale has.
+            // `max` passes NaN over, the sum does not.
             let broken = vectorized(|| row.iter().fold(0.0f32, |sum, x| sum + x * 0.0)).is_nan();
             if broken { f32::NAN } else { most / 127.0 }
         }
-        (None, _) => 1.0,
+        (Some(_), CacheType::Int8) if vectorized(|| row.iter().fold(false, |any, x| any | x.is_nan())) => f32::NAN,
+        (fixed, _) => fixed.unwrap_or(1.0),
     }
 }
 
@@ -303,10 +304,16 @@ mod tests {
     #[test]
     fn what_is_no_number_stays_none() {
         for kind in CacheType::ALL {
-            let got = rounded(kind, &[1.0, f32::NAN, 2.0, 3.0], 2, None);
-            assert!(got[1].is_nan(), "{kind}: {got:?}");
-            assert!((got[2] - 2.0).abs() < 0.1 && (got[3] - 3.0).abs() < 0.1, "{kind}: {got:?}");
+            for scales in [None, kind.has_scales().then_some(&[4.0 / 127.0][..])] {
+                let got = rounded(kind, &[1.0, f32::NAN, 2.0, 3.0], 2, scales);
+                assert!(got[1].is_nan(), "{kind}: {got:?}");
+                assert!((got[2] - 2.0).abs() < 0.1 && (got[3] - 3.0).abs() < 0.1, "{kind}: {got:?}");
+            }
         }
+        // What is infinite is cut off where a scale says so, and stays otherwise.
+        let of_int8 = |scales| rounded(CacheType::Int8, &[f32::NEG_INFINITY, 1.0], 2, scales);
+        assert!(of_int8(None)[0].is_nan());
+        assert_eq!(of_int8(Some(&[0.5][..])), [-63.5, 1.0]);
     }
 
     /// What is read of a cache is what `rounded` says.
