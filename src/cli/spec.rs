@@ -6,6 +6,7 @@ use clap::Args;
 
 use super::args::ModelArgs;
 use super::parse::{parse_bos, parse_count, parse_whole_share};
+use super::serving::CacheTypeArgs;
 use crate::engine::speculate::Ahead;
 use crate::evaluate::acceptance::MOST_AHEAD;
 use crate::model::tokenizer::BosMode;
@@ -69,6 +70,8 @@ pub struct SpecArgs {
     /// Seed of sampling
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+    #[command(flatten)]
+    pub cache: CacheTypeArgs,
     /// Do not run both models together to see how fast they are
     #[arg(long)]
     pub no_speed: bool,

@@ -6,7 +6,8 @@ use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
 use super::device::one;
-use super::open::{Measurement, Runnable, corpus, locate, open, settle};
+use super::kv_cache;
+use super::open::{Runnable, corpus, locate, open};
 use super::task::Task;
 use super::validate::texts;
 use crate::backend::cache::{CacheType, LayerScales};
@@ -16,13 +17,10 @@ use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::cli::validation::{KvArgs, TextArgs};
-use crate::evaluate::cache_error::{self, HeadErrors, Ranges, Setting, head_errors, predictions};
+use crate::evaluate::cache_error::{HeadErrors, Ranges, Setting, head_errors, predictions};
 use crate::evaluate::divergence::Divergence;
-use crate::evaluate::windows::{Convention, Window, plan};
 use crate::report::{Cache, CacheErrors, ScaleSource, number};
 
-/// Windows of the calibration text that scales are found on, where the artifact has none.
-const CALIBRATION_WINDOWS: usize = 8;
 /// Windows that errors of single heads are measured on.
 const HEAD_WINDOWS: usize = 4;
 /// What engines' default may cost before it is warned of: a rise of perplexity for certain, or a divergence.
@@ -154,12 +152,7 @@ fn settings(
     let mut ranges = None;
     let mut found = |runnable: &Runnable, how: &TextArgs, printer: Printer| -> Result<Ranges> {
         if ranges.is_none() {
-            let mut steps = printer.steps("cache: scales", 0);
-            let windows = calibration(runnable, how)?;
-            ranges = Some(cache_error::ranges(&runnable.model, &windows, &mut |done, total| {
-                steps.set(done as u64, total as u64);
-                Ok(interrupt::check()?)
-            })?);
+            ranges = Some(kv_cache::ranges(runnable, how.bos, printer)?);
         }
         Ok(ranges.clone().unwrap_or_default())
     };
@@ -177,7 +170,7 @@ fn settings(
             }
             CacheType::Fp8E4m3 => {
                 add(ScaleSource::Unit, None);
-                if let Some(scales) = runnable.model.cache_scales()? {
+                if let Some(scales) = runnable.model.cache_scales(kind)? {
                     add(ScaleSource::Calibrated, Some(scales));
                 } else {
                     let ranges = found(runnable, how, printer)?;
@@ -191,22 +184,6 @@ fn settings(
         bail!("--kv-cache-dtype: name a type beside f16, which all are held against");
     }
     Ok(all)
-}
-
-/// Windows of the built-in calibration text.
-fn calibration(runnable: &Runnable, how: &TextArgs) -> Result<Vec<Window>> {
-    let corpus = Corpus::builtin();
-    let measurement = Measurement {
-        corpus: &corpus,
-        convention: Convention::Gptq,
-        window: Some(512.min(runnable.model.config.max_positions)),
-        max_windows: Some(CALIBRATION_WINDOWS),
-        bos: how.bos,
-    };
-    let (window, bos, tokens) = settle(runnable, &measurement)?;
-    let mut windows = plan(Convention::Gptq, &tokens, window, bos, runnable.tokenizer()?.rolling_prefix())?;
-    windows.truncate(CALIBRATION_WINDOWS);
-    Ok(windows)
 }
 
 /// The figures for people.

@@ -6,17 +6,20 @@ use anyhow::{Result, bail};
 use serde::Serialize;
 
 use super::device::one;
-use super::draft;
 use super::open::{Runnable, corpus, locate, open};
+use super::{draft, kv_cache};
+use crate::backend::cache::CacheType;
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
+use crate::cli::serving::ScalesArg;
 use crate::cli::spec::SpecArgs;
 use crate::engine::sampler::SamplerOptions;
 use crate::engine::speculate::Ahead;
 use crate::evaluate::acceptance::{Acceptance, Cost, Mean, NEAR_ZERO};
+use crate::evaluate::cache_error::Setting;
 use crate::evaluate::speculation::{Task, measure};
 use crate::evaluate::windows::{Convention, Window, plan};
 use crate::model::tokenizer::{BosHabit, BosRule};
@@ -32,6 +35,9 @@ struct Report {
     /// The quantization methods of artifacts.
     target_method: Option<&'static str>,
     draft_method: Option<&'static str>,
+    /// The type of the key-value caches, where it was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache: Option<CacheType>,
     #[serde(flatten)]
     figures: Acceptance,
     device: String,
@@ -51,8 +57,10 @@ pub fn run(args: &SpecArgs, printer: Printer) -> Result<()> {
     let ahead = Ahead::Fixed(args.num_speculative_tokens);
     let draft = draft::open_for(&target, &found.dir, ahead, device, printer)?;
     interrupt::listen();
-    let figures = figures(args, &target, &draft, printer)?;
+    let caches = caches(args, &target, &draft, printer)?;
+    let figures = figures_in(args, &target, &draft, caches.as_ref(), printer)?;
     let report = Report {
+        cache: caches.map(|[target, _]| target.kind),
         target: located.name,
         draft: found.name,
         target_method: target.method,
@@ -71,8 +79,29 @@ pub fn run(args: &SpecArgs, printer: Printer) -> Result<()> {
     gates(args, &report.figures)
 }
 
+/// The caches of both, where they are not to be as by default.
+fn caches(args: &SpecArgs, target: &Runnable, draft: &Runnable, printer: Printer) -> Result<Option<[Setting; 2]>> {
+    if args.cache.kv_cache_dtype.is_none() && args.cache.kv_cache_scales == ScalesArg::Auto {
+        return Ok(None);
+    }
+    let of_target = kv_cache::setting(&args.cache, target, printer)?;
+    let kind = of_target.kind;
+    let scales = kv_cache::draft_scales(&args.cache, kind, draft, printer)?;
+    Ok(Some([of_target, Setting { kind, scales }]))
+}
+
 /// What comes of a target and its draft.
 pub fn figures(args: &SpecArgs, target: &Runnable, draft: &Runnable, printer: Printer) -> Result<Acceptance> {
+    figures_in(args, target, draft, None, printer)
+}
+
+fn figures_in(
+    args: &SpecArgs,
+    target: &Runnable,
+    draft: &Runnable,
+    caches: Option<&[Setting; 2]>,
+    printer: Printer,
+) -> Result<Acceptance> {
     let (prompts, windows) = texts(args, target, draft)?;
     let task = Task {
         prompts: &prompts,
@@ -86,6 +115,7 @@ pub fn figures(args: &SpecArgs, target: &Runnable, draft: &Runnable, printer: Pr
             seed: args.seed,
         },
         ahead: args.num_speculative_tokens,
+        caches,
         speeds: !args.no_speed,
     };
     let mut steps = printer.steps("speculation", 0);
@@ -161,8 +191,14 @@ fn show(report: &Report, printer: Printer) -> Result<()> {
     let f = &report.figures;
     let sampling = if f.temperature == 0.0 { "greedy".into() } else { format!("temperature {}", f.temperature) };
     printer.text(format!(
-        "{} with {} as its draft: {} prompts, {} tokens written ({} in loops left out), {sampling}, on {}",
-        report.target, report.draft, f.prompts, f.tokens, f.looped, report.device
+        "{} with {} as its draft: {} prompts, {} tokens written ({} in loops left out), {sampling}, on {}{}",
+        report.target,
+        report.draft,
+        f.prompts,
+        f.tokens,
+        f.looped,
+        report.device,
+        report.cache.map_or(String::new(), |kind| format!(", caches of {kind}"))
     ))?;
     if f.has_rate() {
         printer.text(format!(

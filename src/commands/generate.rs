@@ -58,7 +58,7 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     let tokens = tokens_of(&rendered(prompt, args, &runnable)?, &runnable)?;
     let end = end_of(args, tokenizer);
     let capacity = capacity(model, &tokens, args.max_tokens)?;
-    let cache = kv_cache::options(&args.many.cache, model, 1, capacity, printer)?;
+    let cache = kv_cache::options(&args.many.cache, &runnable, 1, capacity, printer)?;
     // One sequence takes what it needs.
     let room = if args.many.cache.kv_cache_memory_bytes.is_some() { cache.room } else { Room::Blocks(usize::MAX) };
     let mut stream = tokenizer.decode_stream(true);
@@ -82,7 +82,9 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     };
     let (stop, rounds) = match &draft {
         Some((draft, _)) => {
-            let with = Speculation { draft: &draft.model, ahead, cache: Some(cache) };
+            let kind = cache.kind.unwrap_or(model.backend().cache_type());
+            let draft_scales = kv_cache::draft_scales(&args.many.cache.kind, kind, draft, printer)?;
+            let with = Speculation { draft: &draft.model, ahead, cache: Some(cache), draft_scales };
             let (stop, rounds) = speculate::generate(model, &with, &tokens, end, args.max_tokens, &mut sampler, each)?;
             (stop, Some(rounds))
         }

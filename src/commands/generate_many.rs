@@ -71,7 +71,7 @@ pub fn run(args: &GenerateArgs, sampling: SamplerOptions, printer: Printer) -> R
     let longest = requests.iter().map(|request| request.prompt.len()).max().unwrap_or(0);
     let most = model.config.max_positions.min(longest.saturating_add(args.max_tokens.max(1)));
     let sequences = args.many.max_num_seqs.min(requests.len().saturating_mul(args.many.num_samples));
-    let cache = Cache::new(model, kv_cache::options(&args.many.cache, model, sequences, most, printer)?)?;
+    let cache = Cache::new(model, kv_cache::options(&args.many.cache, &runnable, sequences, most, printer)?)?;
     let limits = SchedulerOptions {
         max_num_seqs: args.many.max_num_seqs,
         max_num_batched_tokens: args.many.max_num_batched_tokens,

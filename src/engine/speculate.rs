@@ -4,6 +4,7 @@
 //! bits that it has alone. Otherwise every token follows the target's distribution; see [`super::rejection`]. What is
 //! drawn depends on the seed and on how many tokens are proposed at a time, which is never a matter of time then.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
@@ -14,10 +15,9 @@ use super::generate::{GenerateError, Stop, broken, capacity, choose};
 use super::pass::{Part, Wanted, pass, prompt};
 use super::rejection::{Verdict, verify};
 use super::sampler::{Sampler, SamplerError, greedy};
-use crate::backend::cache::CacheType;
+use crate::backend::cache::LayerScales;
 use crate::backend::tensor::Tensor;
-use crate::model::source::SourceError;
-use crate::model::{Model, ModelError};
+use crate::model::Model;
 
 /// Most proposals at a time where their number adapts.
 const MOST_AHEAD: usize = 8;
@@ -46,6 +46,8 @@ pub struct Speculation<'a> {
     pub ahead: Ahead,
     /// The target's cache, where it is not to be as by default; its type is also that of the draft's.
     pub cache: Option<CacheOptions>,
+    /// Calibrated scales of the draft's cache.
+    pub draft_scales: Option<Arc<[LayerScales]>>,
 }
 
 /// Why two models cannot work together, or failed.
@@ -191,11 +193,7 @@ pub fn generate(
     let own = with.cache.clone().unwrap_or_else(|| CacheOptions::for_sequences(1, capacity));
     let mut other = CacheOptions::for_sequences(1, capacity.min(draft.config.max_positions));
     other.kind = own.kind;
-    if other.kind == Some(CacheType::Fp8E4m3) {
-        other.scales = draft
-            .cache_scales()
-            .map_err(|error| SpeculateError::Draft(ModelError::from(SourceError::from(error)).into()))?;
-    }
+    other.scales.clone_from(&with.draft_scales);
     let mut pair = Pair {
         target: Reader::new(target, own)?,
         draft: Reader::new(draft, other).map_err(of_draft)?,

@@ -14,9 +14,12 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::cache_error::Setting;
 use super::perplexity::BATCH_TOKENS;
 use super::windows::Window;
+use crate::engine::cache::{Cache, CacheOptions, EngineError};
 use crate::engine::logits::{Asked, Predictions, rows_at_once};
+use crate::engine::pass::{Part, Wanted, pass};
 use crate::engine::rejection::{overlap, stood};
 use crate::engine::sampler::{Sampler, SamplerError, SamplerOptions};
 use crate::model::{Model, ModelError};
@@ -35,6 +38,8 @@ const REPEATED: usize = 16;
 pub enum AcceptanceError {
     #[error("the {side} failed")]
     Model { side: &'static str, source: ModelError },
+    #[error("the {side} failed")]
+    Engine { side: &'static str, source: EngineError },
     #[error(transparent)]
     Sampler(#[from] SamplerError),
     #[error("at window {window}")]
@@ -189,6 +194,7 @@ pub struct OnText {
 pub fn on_text<E>(
     target: &Model,
     draft: &Model,
+    caches: Option<&[Setting; 2]>,
     windows: &[Window],
     progress: &mut dyn FnMut(usize, usize) -> Result<(), E>,
 ) -> Result<OnText, AcceptanceError>
@@ -208,7 +214,7 @@ where
             let likeliest = |d: &[(u32, f64)]| d.iter().fold((0, 0.0), |m, d| if d.1 > m.1 { *d } else { m }).0;
             Ok((overlap(&p, &q), likeliest(&p) == likeliest(&q)))
         };
-        let rows = both(target, draft, asked, &compare)?;
+        let rows = both(target, draft, caches, asked, &compare)?;
         let mut rows = rows.into_iter();
         found.extend(batch.iter().map(|w| rows.by_ref().take(w.scored()).collect::<Vec<_>>()));
         done += count;
@@ -235,14 +241,23 @@ where
 /// Compares both predictions of a row, by its number.
 type Compare<'a, T> = dyn Fn(usize, &[f32], &[f32]) -> Result<T, SamplerError> + Sync + 'a;
 
-/// What both models predict for the tokens asked for, row by row. Which of them failed is told.
+/// What both models predict for the tokens asked for, row by row, with their keys and values as they are or through
+/// `caches` of the target and the draft. Which of them failed is told.
 fn both<T: Send>(
     target: &Model,
     draft: &Model,
+    caches: Option<&[Setting; 2]>,
     asked: Vec<Asked>,
     compare: &Compare<T>,
 ) -> Result<Vec<T>, AcceptanceError> {
     let vocab = target.config.vocab;
+    if let Some(caches) = caches {
+        let mut all = Vec::new();
+        for asked in asked {
+            through_caches([target, draft], caches, asked, compare, &mut all)?;
+        }
+        return Ok(all);
+    }
     let of = |side| move |source| AcceptanceError::Model { side, source };
     let p = Predictions::new(target, asked.clone()).map_err(of("target"))?;
     let q = Predictions::new(draft, asked).map_err(of("draft"))?;
@@ -257,11 +272,53 @@ fn both<T: Send>(
     Ok(all)
 }
 
+/// The rows of one window, whose keys and values both models read from caches.
+fn through_caches<T: Send>(
+    models: [&Model; 2],
+    settings: &[Setting; 2],
+    Asked { tokens, from }: Asked,
+    compare: &Compare<T>,
+    all: &mut Vec<T>,
+) -> Result<(), AcceptanceError> {
+    const SIDES: [&str; 2] = ["target", "draft"];
+    let vocab = models[0].config.vocab;
+    let of = |side: usize| move |source| AcceptanceError::Engine { side: SIDES[side], source };
+    let cache = |side: usize| {
+        let Setting { kind, scales } = settings[side].clone();
+        let options = CacheOptions { kind: Some(kind), scales, ..CacheOptions::for_sequences(1, tokens.len()) };
+        Cache::new(models[side], options).map_err(of(side))
+    };
+    let mut caches = [cache(0)?, cache(1)?];
+    let sequences = [caches[0].add(), caches[1].add()];
+    // Logits of a token predict the next.
+    let (before, counting) = tokens[..tokens.len() - 1].split_at(from - 1);
+    let pieces = before.chunks(BATCH_TOKENS).map(|piece| (piece, Wanted::None));
+    for (piece, wanted) in pieces.chain(counting.chunks(rows_at_once(vocab)).map(|piece| (piece, Wanted::All))) {
+        let mut logits = |side: usize| -> Result<Vec<f32>, AcceptanceError> {
+            let part = Part { seq: sequences[side], tokens: piece, wanted };
+            let model = models[side];
+            let logits = pass(model, &mut caches[side], &[part]).map_err(of(side))?;
+            let logits = model.backend().download(&logits).map_err(|e| of(side)(e.into()))?;
+            if logits.iter().all(|x| x.is_finite()) {
+                return Ok(logits);
+            }
+            let broken = |source| AcceptanceError::Model { side: SIDES[side], source };
+            let path = model.first_non_finite(tokens).map_err(broken)?.unwrap_or_else(|| "the output head".into());
+            Err(broken(ModelError::NonFinite { path }))
+        };
+        let (one, other, first) = (logits(0)?, logits(1)?, all.len());
+        let rows = one.par_chunks(vocab).zip(other.par_chunks(vocab)).enumerate();
+        all.extend(rows.map(|(i, (p, q))| compare(first + i, p, q)).collect::<Result<Vec<_>, _>>()?);
+    }
+    Ok(())
+}
+
 /// Texts that the target wrote, prompts and what came after them, as chains. `options` are those they were written with.
 /// A chain ends where the draft's context does, beyond which it proposes nothing.
 pub fn chains(
     target: &Model,
     draft: &Model,
+    caches: Option<&[Setting; 2]>,
     texts: &[(Vec<u32>, Vec<u32>)],
     options: SamplerOptions,
 ) -> Result<Vec<Chain>, AcceptanceError> {
@@ -280,7 +337,8 @@ pub fn chains(
             let p = if sampler.is_greedy() { vec![(written[row], 1.0)] } else { sampler.distribution(p)? };
             Ok((stood(&p, &q, written[row]), overlap(&p, &q)))
         };
-        let rows = both(target, draft, vec![Asked { tokens: &tokens, from: prompt.len() }], &compare)?;
+        let asked = vec![Asked { tokens: &tokens, from: prompt.len() }];
+        let rows = both(target, draft, caches, asked, &compare)?;
         let (stood, overlap) = rows.into_iter().unzip();
         all.push(Chain { looped: loops(written), tokens: written.to_vec(), stood, overlap });
     }

@@ -9,8 +9,10 @@ use super::acceptance::{
     Acceptance, AcceptanceError, Cost, MOST_AHEAD, Mean, MeasuredSpeed, Speed, chains, expected_speedup, on_text,
     replay,
 };
+use super::cache_error::Setting;
 use super::windows::Window;
-use crate::engine::generate::{self, GenerateError, Stop};
+use crate::engine::cache::CacheOptions;
+use crate::engine::generate::{GenerateError, Session, Stop, capacity, generate_in};
 use crate::engine::sampler::{Sampler, SamplerError, SamplerOptions};
 use crate::engine::speculate::{self, Ahead, Round, SpeculateError, Speculation, weights};
 use crate::model::Model;
@@ -32,6 +34,8 @@ pub struct Task<'a> {
     pub options: SamplerOptions,
     /// Proposals at a time that the main figures are of, 1 to [`MOST_AHEAD`].
     pub ahead: usize,
+    /// How keys and values of the target and the draft are stored, where it is not to be as by default.
+    pub caches: Option<&'a [Setting; 2]>,
     /// Whether speculation is run for each number of proposals, to see how fast it is.
     pub speeds: bool,
 }
@@ -97,7 +101,7 @@ where
         None
     } else {
         let mut before = 0;
-        let found = on_text(target, draft, task.windows, &mut |now, _| {
+        let found = on_text(target, draft, task.caches, task.windows, &mut |now, _| {
             let more = now - before;
             before = now;
             go_on(more)
@@ -107,7 +111,7 @@ where
     };
     let mut written = Vec::with_capacity(task.prompts.len());
     for (i, prompt) in task.prompts.iter().enumerate() {
-        written.push(alone(target, prompt, task, i)?);
+        written.push(alone(target, 0, prompt, task, i)?);
         go_on(1).map_err(SpeculationError::Stopped)?;
     }
     let texts: Vec<(Vec<u32>, Vec<u32>)> = task
@@ -116,7 +120,7 @@ where
         .zip(&written)
         .map(|(prompt, text)| (prompt.clone(), text.tokens.iter().copied().chain(text.ended).collect()))
         .collect();
-    let chains = chains(target, draft, &texts, task.options)?;
+    let chains = chains(target, draft, task.caches, &texts, task.options)?;
     for (text, chain) in written.iter_mut().zip(&chains) {
         text.sound = chain.looped.iter().take(text.tokens.len()).position(|l| *l).unwrap_or(text.tokens.len());
     }
@@ -137,7 +141,7 @@ where
     let (mut draft_tokens, mut draft_seconds) = (0, 0.0);
     let fits = |(_, prompt): &(usize, &Vec<u32>)| prompt.len() < draft.config.max_positions;
     for (i, prompt) in task.prompts.iter().enumerate().filter(fits).take(TIMED) {
-        let text = alone(draft, prompt, task, i).map_err(SpeculateError::Draft)?;
+        let text = alone(draft, 1, prompt, task, i).map_err(SpeculateError::Draft)?;
         draft_tokens += text.seconds.len().saturating_sub(1);
         draft_seconds += text.seconds.last().copied().unwrap_or(0.0);
     }
@@ -207,12 +211,25 @@ fn sampler(task: &Task, prompt: usize) -> Result<Sampler, SamplerError> {
     Sampler::new(SamplerOptions { seed: task.options.seed.wrapping_add(prompt as u64), ..task.options })
 }
 
+/// The cache of one sequence of the target (0) or the draft (1).
+fn cache(task: &Task, side: usize, capacity: usize) -> CacheOptions {
+    let options = CacheOptions::for_sequences(1, capacity);
+    match task.caches {
+        Some(settings) => {
+            let Setting { kind, scales } = settings[side].clone();
+            CacheOptions { kind: Some(kind), scales, ..options }
+        }
+        None => options,
+    }
+}
+
 /// One model's continuation of a prompt.
-fn alone(model: &Model, prompt: &[u32], task: &Task, number: usize) -> Result<Written, GenerateError> {
+fn alone(model: &Model, side: usize, prompt: &[u32], task: &Task, number: usize) -> Result<Written, GenerateError> {
+    let mut session = Session::with(model, cache(task, side, capacity(model, prompt, task.max_tokens)?))?;
     let mut sampler = sampler(task, number)?;
     let (mut tokens, mut seconds, mut began) = (Vec::new(), Vec::new(), None);
     // An end token is taken for one of the text, since it is one that a draft can have proposed.
-    let stop = generate::generate(model, prompt, &[], task.max_tokens, &mut sampler, &mut |token| {
+    let stop = generate_in(&mut session, prompt, &[], task.max_tokens, &mut sampler, &mut |token| {
         let began: &Instant = began.get_or_insert_with(Instant::now);
         seconds.push(began.elapsed().as_secs_f64());
         tokens.push(token);
@@ -243,7 +260,12 @@ fn together(
         }
         let mut sampler = sampler(task, i)?;
         let (mut own, mut began, mut last) = (Vec::new(), None, 0.0);
-        let with = Speculation { draft, ahead: Ahead::Fixed(ahead), cache: None };
+        let of_target = match task.caches {
+            Some(_) => Some(cache(task, 0, capacity(target, prompt, text.sound)?)),
+            None => None,
+        };
+        let draft_scales = task.caches.and_then(|settings| settings[1].scales.clone());
+        let with = Speculation { draft, ahead: Ahead::Fixed(ahead), cache: of_target, draft_scales };
         let each = &mut |token| {
             let began: &Instant = began.get_or_insert_with(Instant::now);
             last = began.elapsed().as_secs_f64();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::Model;
-use crate::backend::cache::LayerScales;
+use crate::backend::cache::{CacheType, LayerScales};
 use crate::checkpoint::CheckpointError;
 use crate::tensor::widened;
 
@@ -11,8 +11,10 @@ use crate::tensor::widened;
 const NAMES: [[&str; 2]; 2] = [["k_scale", "v_scale"], ["k_proj.k_scale", "v_proj.v_scale"]];
 
 impl Model {
-    /// Scales of keys and values, one entry a layer; `None` where the artifact has none, or not for all layers.
-    pub fn cache_scales(&self) -> Result<Option<Arc<[LayerScales]>>, CheckpointError> {
+    /// Scales of keys and values for a cache of 8 bits, one entry a layer; `None` where the artifact has none, or not for all
+    /// layers. They are stored for E4M3; other types get those with which their largest number is as large.
+    pub fn cache_scales(&self, kind: CacheType) -> Result<Option<Arc<[LayerScales]>>, CheckpointError> {
+        let factor = CacheType::Fp8E4m3.largest() / kind.largest();
         let checkpoint = self.checkpoint();
         let tensors = checkpoint.tensors();
         let mut all = Vec::new();
@@ -33,7 +35,7 @@ impl Model {
                     None if count != 1 && count != self.config.kv_heads => {
                         format!("{count} scales for a cache of {} key-value heads", self.config.kv_heads)
                     }
-                    None => return Ok(scales),
+                    None => return Ok(scales.into_iter().map(|scale| scale * factor).collect::<Vec<f32>>()),
                 };
                 Err(CheckpointError::Value { tensor: name, why })
             };

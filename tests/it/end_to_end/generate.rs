@@ -171,6 +171,15 @@ fn types_of_cache() {
     let fp8 = ["fp8", "-o", "scaled", "--kv-cache", "fp8-per-head", "--no-eval", "--format", "compressed-tensors"];
     scene.run(&[&fp8[..], &["--nsamples", "4", "--seqlen", "64"]].concat()).ok();
     assert!(!text(&["scaled"], "fp8").stderr.contains("scale 1.0"));
+    // Where they are to come from can be said for every type of 8 bits.
+    let text_by = |model: &[&str], kind: &str, scales: &str| {
+        let args = ["--prompt", PROMPT, "--max-tokens", "8", "--ignore-eos", "--kv-cache-dtype", kind];
+        scene.run(&[&["generate"], model, &args, &["--kv-cache-scales", scales]].concat()).ok().stdout
+    };
+    assert_eq!(text_by(&[], "int8", "calibrated")[..10], exact[..10]);
+    let own_way = ["fp8_e5m2", "int8"].map(|kind| text_by(&["scaled"], kind, "none"));
+    let stored = ["fp8_e5m2", "int8"].map(|kind| text_by(&["scaled"], kind, "stored"));
+    assert_eq!(text_by(&["scaled"], "fp8", "stored"), text(&["scaled"], "fp8").stdout);
     // Scales that are far off show: they are used.
     let scaled = text(&["scaled"], "fp8").stdout;
     let path = "scaled/model.safetensors";
@@ -188,6 +197,24 @@ fn types_of_cache() {
         .map(|(name, t)| (name, safetensors::tensor::TensorView::new(t.dtype, t.shape.clone(), &t.data).unwrap()));
     scene.write(path, safetensors::serialize(views, None).unwrap());
     assert_ne!(text(&["scaled"], "fp8").stdout, scaled);
+    for (kind, before) in ["fp8_e5m2", "int8"].into_iter().zip(stored) {
+        assert_ne!(text_by(&["scaled"], kind, "stored"), before, "{kind}");
+    }
+    assert_eq!(["fp8_e5m2", "int8"].map(|kind| text_by(&["scaled"], kind, "none")), own_way);
+    assert_eq!(own_way, ["fp8_e5m2", "int8"].map(|kind| text(&["scaled"], kind).stdout));
+}
+
+#[test]
+fn scales_that_are_not_there() {
+    let scene = Scene::tiny("llama");
+    let refused = |args: &[&str], words: &[&str]| {
+        drop(scene.refused(&[&["generate", "model", "--prompt", "x", "--kv-cache-scales"], args].concat(), words));
+    };
+    refused(&["stored"], &["--kv-cache-scales stored", "of f32 has no scales", "--kv-cache-dtype fp8"]);
+    refused(&["calibrated", "--kv-cache-dtype", "f16"], &["--kv-cache-scales calibrated", "of f16 has no scales"]);
+    for kind in ["fp8", "fp8_e5m2", "int8"] {
+        refused(&["stored", "--kv-cache-dtype", kind], &["no k_scale and v_scale", "--kv-cache fp8", "calibrated"]);
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use quantkit::backend::Backend;
-use quantkit::backend::cache::CacheType;
+use quantkit::backend::cache::{CacheType, LayerScales};
 use quantkit::backend::cpu::Cpu;
 use quantkit::backend::cuda::{Cuda, CudaOptions};
 use quantkit::checkpoint::Checkpoint;
@@ -13,6 +13,7 @@ use quantkit::engine::generate::{Stop, generate};
 use quantkit::engine::sampler::{Sampler, SamplerOptions};
 use quantkit::engine::speculate::{self, Ahead, Rounds, SpeculateError, Speculation};
 use quantkit::evaluate::acceptance::{Acceptance, chains, replay};
+use quantkit::evaluate::cache_error::Setting;
 use quantkit::evaluate::speculation::{Task, measure};
 use quantkit::format;
 use quantkit::model::Model;
@@ -71,7 +72,7 @@ fn together(
         tokens.push(token);
         true
     };
-    let with = Speculation { draft, ahead, cache: None };
+    let with = Speculation { draft, ahead, cache: None, draft_scales: None };
     let (stop, rounds) = speculate::generate(target, &with, prompt, end, limit, sampler, each).unwrap();
     (tokens, stop, rounds)
 }
@@ -148,15 +149,19 @@ fn a_draft_has_its_own_scales() {
         }
     });
     let model = open(&scene.model(), Arc::new(Cpu));
-    let scales = model.cache_scales().unwrap();
-    assert!(scales.is_some());
+    let own = model.cache_scales(CacheType::Fp8E4m3).unwrap();
+    assert_eq!(own.as_ref().unwrap()[0], LayerScales { keys: vec![1e4], values: vec![1e4] });
+    // Other types reach as far with theirs.
+    let of_int8 = model.cache_scales(CacheType::Int8).unwrap().unwrap();
+    assert!((of_int8[0].keys[0] * 127.0 - 1e4 * 448.0).abs() < 1.0, "{of_int8:?}");
     let text = |scales| {
         let cache = CacheOptions { kind: Some(CacheType::Fp8E4m3), scales, ..CacheOptions::for_sequences(1, 64) };
-        let with = Speculation { draft: &model, ahead: Ahead::Fixed(4), cache: Some(cache) };
+        let draft_scales = own.clone();
+        let with = Speculation { draft: &model, ahead: Ahead::Fixed(4), cache: Some(cache), draft_scales };
         let each = &mut |_| true;
         speculate::generate(&model, &with, &prompt(3, 9), &[], 41, &mut greedy(), each).unwrap().1
     };
-    assert_eq!(text(scales).acceptance_rate(), Some(1.0));
+    assert_eq!(text(own.clone()).acceptance_rate(), Some(1.0));
     // The target's are not for the draft.
     assert!(text(None).acceptance_rate().unwrap() < 0.9);
 }
@@ -194,26 +199,72 @@ fn what_cannot_work_together_is_refused() {
 fn replays_are_what_happens() {
     let (target, draft) = (open(&demo("target"), Arc::new(Cpu)), open(&demo("draft"), Arc::new(Cpu)));
     let prompts: Vec<Vec<u32>> = (0..4).map(|i| prompt(i, 16)).collect();
-    let task = Task {
-        prompts: &prompts,
-        end: &[],
-        max_tokens: 40,
-        windows: &[],
-        options: SamplerOptions::default(),
-        ahead: 3,
-        speeds: true,
-    };
-    let found = measure(&target, &draft, &task, &mut |_, _| Ok::<_, std::io::Error>(())).unwrap();
-    for (replay, speed) in found.replays.iter().zip(&found.speeds) {
-        let measured = speed.measured.as_ref().unwrap();
-        assert_eq!(measured.identical, Some(true));
-        // Reading a text at once rounds otherwise than token by token, and loops are cut in both but not alike.
-        assert!((replay.acceptance_rate - measured.acceptance_rate).abs() < 0.04, "{replay:?} {measured:?}");
-        assert!((replay.mean_length - measured.mean_length).abs() < 0.12, "{replay:?} {measured:?}");
-        assert!(replay.per_position.is_sorted_by(|a, b| a >= b) && measured.per_position.is_sorted_by(|a, b| a >= b));
+    // Also where both models read their caches in few bits.
+    let few_bits = [CacheType::Fp8E5m2, CacheType::Int8].map(|kind| [0, 1].map(|_| Setting { kind, scales: None }));
+    for caches in few_bits.iter().map(Some).chain([None]) {
+        let task = Task {
+            prompts: &prompts,
+            end: &[],
+            max_tokens: 40,
+            windows: &[],
+            options: SamplerOptions::default(),
+            ahead: 3,
+            caches,
+            speeds: true,
+        };
+        let found = measure(&target, &draft, &task, &mut |_, _| Ok::<_, std::io::Error>(())).unwrap();
+        for (replay, speed) in found.replays.iter().zip(&found.speeds) {
+            let measured = speed.measured.as_ref().unwrap();
+            assert_eq!(measured.identical, Some(true));
+            // Reading a text at once rounds otherwise than token by token, and loops are cut in both but not alike.
+            assert!((replay.acceptance_rate - measured.acceptance_rate).abs() < 0.04, "{replay:?} {measured:?}");
+            assert!((replay.mean_length - measured.mean_length).abs() < 0.12, "{replay:?} {measured:?}");
+            assert!(
+                replay.per_position.is_sorted_by(|a, b| a >= b) && measured.per_position.is_sorted_by(|a, b| a >= b)
+            );
+        }
+        let json = serde_json::to_string(&found).unwrap();
+        assert_eq!(serde_json::from_str::<Acceptance>(&json).unwrap(), found);
     }
-    let json = serde_json::to_string(&found).unwrap();
-    assert_eq!(serde_json::from_str::<Acceptance>(&json).unwrap(), found);
+}
+
+/// Through caches that lose nothing the same is predicted as without; what others lose shows.
+#[test]
+fn chains_through_caches() {
+    let (target, draft) = (open(&demo("target"), Arc::new(Cpu)), open(&demo("draft"), Arc::new(Cpu)));
+    let texts: Vec<_> = (0..2).map(|i| (prompt(i, 20), prompt(i + 9, 40))).collect();
+    let options = SamplerOptions { temperature: 1.0, ..SamplerOptions::default() };
+    let overlaps = |caches: Option<&[Setting; 2]>| -> Vec<f64> {
+        chains(&target, &draft, caches, &texts, options).unwrap().into_iter().flat_map(|chain| chain.overlap).collect()
+    };
+    let away = |kind, scales: Option<[&Model; 2]>| {
+        let setting = |side: usize| Setting {
+            kind,
+            scales: scales.map(|models| {
+                let far = LayerScales { keys: vec![1e4], values: vec![1e4] };
+                vec![far; models[side].blocks.len()].into()
+            }),
+        };
+        let found = overlaps(Some(&[setting(0), setting(1)]));
+        overlaps(None).iter().zip(found).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+    };
+    let far = away(CacheType::Int8, Some([&target, &draft]));
+    let near = [CacheType::F32, CacheType::Int8, CacheType::Fp8E5m2].map(|kind| away(kind, None));
+    assert!(near[0] < 1e-4 && near.is_sorted() && near[2] < far, "{near:?} {far}");
+}
+
+#[test]
+fn caches_of_few_bits_are_measured() {
+    let scene = Scene::demo();
+    let found = spec(&scene, &["--kv-cache-dtype", "int8", "--kv-cache-scales", "calibrated", "--no-speed"]);
+    assert_eq!(found["cache"], "int8");
+    assert!((0.3..0.9).contains(&number(&found, "/text/alpha/mean")), "{found}");
+    let exact = spec(&scene, &["--no-speed"]);
+    assert_eq!(exact.get("cache"), None);
+    let apart = (number(&found, "/text/alpha/mean") - number(&exact, "/text/alpha/mean")).abs();
+    assert!(apart > 0.0 && apart < 0.02, "{apart}");
+    let stored = ["eval", "spec", "--kv-cache-dtype", "fp8_e5m2", "--kv-cache-scales", "stored"];
+    scene.refused(&stored, &["--kv-cache-scales stored", "no k_scale and v_scale"]);
 }
 
 /// What is accepted of samples does not hang on the seed.
@@ -234,7 +285,7 @@ fn acceptance_is_the_same_for_other_seeds() {
                 (prompt, tokens)
             })
             .collect();
-        replay(&chains(&target, &draft, &texts, options).unwrap(), 1).acceptance_rate
+        replay(&chains(&target, &draft, None, &texts, options).unwrap(), 1).acceptance_rate
     };
     let rates = [1, 2, 3].map(rate);
     let (least, most) = rates.iter().fold((1.0f64, 0.0f64), |(l, m), r| (l.min(*r), m.max(*r)));
@@ -284,7 +335,8 @@ fn chains_end_where_the_draft_does() {
     scene.edit_json("model/config.json", |config| config["max_position_embeddings"] = 32.into());
     let (target, draft) = (open(&demo("target"), Arc::new(Cpu)), open(&scene.model(), Arc::new(Cpu)));
     let text = |i: u32, len: usize| (prompt(i, len), prompt(i + 9, 40));
-    let found = chains(&target, &draft, &[text(0, 20), text(1, 32), text(2, 40)], SamplerOptions::default()).unwrap();
+    let texts = [text(0, 20), text(1, 32), text(2, 40)];
+    let found = chains(&target, &draft, None, &texts, SamplerOptions::default()).unwrap();
     let lengths: Vec<[usize; 4]> =
         found.iter().map(|c| [c.tokens.len(), c.stood.len(), c.overlap.len(), c.looped.len()]).collect();
     assert_eq!(lengths, [[12; 4], [0; 4], [0; 4]]);
