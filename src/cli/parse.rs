@@ -6,6 +6,7 @@ use crate::evaluate::windows::Convention;
 use crate::format::gguf::file_type::FileType;
 use crate::model::tokenizer::BosMode;
 use crate::num::ggml::GgmlType;
+use crate::num::size;
 
 pub fn parse_file_type(text: &str) -> Result<FileType, String> {
     let known = || FileType::all().map(FileType::name).collect::<Vec<_>>().join(", ");
@@ -84,26 +85,12 @@ pub fn parse_convention(text: &str) -> Result<Convention, String> {
     text.parse().map_err(|_| "known are gptq, llamacpp, lmeval".into())
 }
 
-/// A size with its unit: GB are 10^9 bytes, GiB 2^30.
+/// A size with its unit. A bare number could be meant in any.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
-    const UNITS: [(&str, u64); 9] = [
-        ("kib", 1 << 10),
-        ("mib", 1 << 20),
-        ("gib", 1 << 30),
-        ("tib", 1 << 40),
-        ("kb", 1_000),
-        ("mb", 1_000_000),
-        ("gb", 1_000_000_000),
-        ("tb", 1_000_000_000_000),
-        ("b", 1),
-    ];
-    let lower = text.trim().to_lowercase();
-    let found = UNITS.iter().find_map(|(unit, size)| Some((lower.strip_suffix(unit)?.trim_end(), *size)));
-    let number = found.and_then(|(number, size)| Some(number.parse::<f64>().ok()? * size as f64));
-    match number {
-        // Beyond this no f64 counts bytes, and no machine has them.
-        Some(bytes) if (1.0..=9e15).contains(&bytes) => Ok(bytes.round() as u64),
-        _ => Err("a size with its unit is needed, such as 40GiB (2^30 bytes) or 24GB (10^9)".into()),
+    let has_unit = text.trim_end().ends_with(|c: char| c.is_ascii_alphabetic());
+    match size::parse(text).filter(|bytes| has_unit && *bytes > 0) {
+        Some(bytes) => Ok(bytes),
+        None => Err("a size with its unit is needed, such as 40GiB (2^30 bytes) or 24GB (10^9)".into()),
     }
 }
 

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
+use crate::num::size::bytes;
+
 /// How much a command says.
 #[derive(Clone, Copy, Debug)]
 pub struct Printer {
@@ -151,14 +153,4 @@ impl Drop for Steps {
 /// A line on stderr. If nobody listens there, the work goes on all the same.
 pub fn to_stderr(line: &str) {
     let _ = writeln!(io::stderr().lock(), "{line}");
-}
-
-/// Bytes in the unit that reads best.
-pub fn bytes(n: u64) -> String {
-    let n = n as f64;
-    match n {
-        n if n >= 1e9 => format!("{:.2} GB", n / 1e9),
-        n if n >= 1e6 => format!("{:.1} MB", n / 1e6),
-        n => format!("{:.1} kB", n / 1e3),
-    }
 }

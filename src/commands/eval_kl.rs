@@ -15,7 +15,7 @@ use crate::calibrate::corpus::Corpus;
 use crate::cli::args::{KlArgs, ModelArgs};
 use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
-use crate::cli::print::{Printer, bytes};
+use crate::cli::print::Printer;
 use crate::evaluate::baseline::{
     self, CorpusRecord, Header, Reader, ReferenceRecord, Settings, Writer, tokenizer_sha256,
 };
@@ -24,6 +24,7 @@ use crate::evaluate::logits_file::{LogitsFile, record_bytes};
 use crate::evaluate::perplexity::peak_rss_bytes;
 use crate::evaluate::windows::{Convention, Window, plan};
 use crate::model::tokenizer::{BosMode, BosRule};
+use crate::num::size::bytes;
 
 /// What was compared, on what, and what came of it.
 #[derive(Serialize)]

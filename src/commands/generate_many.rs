@@ -17,12 +17,13 @@ use crate::backend::cuda::{CudaOptions, Precision};
 use crate::calibrate::corpus::messages;
 use crate::cli::args::GenerateArgs;
 use crate::cli::interrupt;
-use crate::cli::print::{Printer, bytes};
+use crate::cli::print::Printer;
 use crate::engine::cache::Cache;
 use crate::engine::generate::{Stop, capacity};
 use crate::engine::sampler::{Sampler, SamplerOptions};
 use crate::engine::scheduler::{Event, Happened, Request, Scheduler, SchedulerOptions};
 use crate::model::chat::{ChatTemplate, Message};
+use crate::num::size::bytes;
 
 /// What is to be continued: text, or turns of a chat.
 enum Prompt {

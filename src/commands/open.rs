@@ -12,7 +12,7 @@ use crate::calibrate::corpus::Corpus;
 use crate::checkpoint::Checkpoint;
 use crate::cli::args::ModelArgs;
 use crate::cli::interrupt;
-use crate::cli::print::{Printer, bytes};
+use crate::cli::print::Printer;
 use crate::engine::score;
 use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
 use crate::evaluate::windows::{Convention, plan};
@@ -22,6 +22,7 @@ use crate::model::Model;
 use crate::model::block::Chunk;
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::{BosMode, BosRule, Tokenizer};
+use crate::num::size::bytes;
 
 /// What the demo checkpoints are called.
 const DEMO_NAME: &str = "quantkit-demo";

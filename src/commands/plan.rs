@@ -10,12 +10,13 @@ use crate::backend::cache::{BLOCK, CacheType};
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::cli::args::{DeviceArg, ModelArgs};
 use crate::cli::planning::{PlanArgs, Reserve};
-use crate::cli::print::{Printer, bytes};
+use crate::cli::print::Printer;
 use crate::engine::capacity::{sequence_bytes, sequences, token_bytes};
 use crate::format::sizes::{self, Size, Source};
 use crate::format::{self, config};
 use crate::hub::{self, HubOptions};
 use crate::model::config::ModelConfig;
+use crate::num::size::bytes;
 use crate::scheme::GroupSize;
 
 /// The types of the cache that are planned with; both of FP8 are of one size.

@@ -1,5 +1,5 @@
-//! Number crunching that knows nothing of models: bit fields, matrix products, factorizations, run-time
-//! choice of vector instructions. The only place that names the linear-algebra crates.
+//! Number crunching that knows nothing of models: bit fields, matrix products, factorizations, run-time choice of
+//! vector instructions, amounts of memory in words. The only place that names the linear-algebra crates.
 
 pub mod bits;
 pub mod e4m3;
@@ -12,3 +12,4 @@ pub mod linalg;
 pub mod matmul;
 pub mod short;
 pub mod simd;
+pub mod size;

@@ -6,11 +6,12 @@ use minijinja::{AutoEscape, Environment, context};
 use super::charts::{self, Chart};
 use super::content::{Section, artifact_method, judgement, sections, title};
 use super::gate::{Outcome, Verdict};
-use super::number::{Unit, bytes, change, percent, significant};
+use super::number::{Unit, change, percent, significant};
 use super::plots;
 use super::sections::Role;
 use super::table::{Column, Table};
 use super::{Report, ReportError};
+use crate::num::size::shown;
 
 /// What a page shows.
 #[derive(Default)]
@@ -169,7 +170,7 @@ fn tiles(report: &Report) -> Vec<Tile> {
         tile("Best reduced cache", change(best.ratio - 1.0, 2), note);
     }
     if let Some(all) = &report.accounting {
-        let note = format!("{} of {}", bytes(all.artifact_bytes as f64), bytes(all.source_bytes as f64));
+        let note = format!("{} of {}", shown(all.artifact_bytes as f64), shown(all.source_bytes as f64));
         tile("Bits per weight", significant(all.bits_per_weight, 3), note);
     }
     if out.is_empty() && report.seconds > 0.0 {

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::num::size::shown;
+
 /// A number with so many significant digits, without an exponent where that is readable.
 pub fn significant(value: f64, digits: usize) -> String {
     if !value.is_finite() {
@@ -26,17 +28,6 @@ pub fn percent(share: f64, places: usize) -> String {
 /// A change as a percentage with its sign: `+1.87 %`.
 pub fn change(share: f64, places: usize) -> String {
     if share.is_finite() { format!("{:+.places$} %", 100.0 * share) } else { "not finite".into() }
-}
-
-/// Bytes in the unit that reads best.
-pub fn bytes(n: f64) -> String {
-    match n {
-        n if !n.is_finite() => "not finite".into(),
-        n if n.abs() >= 1e9 => format!("{:.2} GB", n / 1e9),
-        n if n.abs() >= 1e6 => format!("{:.1} MB", n / 1e6),
-        n if n.abs() >= 1e3 => format!("{:.1} kB", n / 1e3),
-        n => format!("{n:.0} B"),
-    }
 }
 
 /// A whole number in groups of three, parted by narrow spaces.
@@ -78,7 +69,7 @@ impl Unit {
             Self::Share => percent(value, 2),
             Self::Change => change(value, 2),
             Self::Bits => significant(value, 4),
-            Self::Bytes => bytes(value),
+            Self::Bytes => shown(value),
             Self::Error => significant(value, 3),
             Self::Seconds => format!("{} s", significant(value, 3)),
         }
@@ -106,7 +97,6 @@ mod tests {
         assert_eq!(significant(-0.5, 2), "-0.50");
         assert_eq!(significant(f64::NAN, 2), "not finite");
         assert_eq!(change(0.01869, 2), "+1.87 %");
-        assert_eq!(bytes(98_200_000.0), "98.2 MB");
         assert_eq!(grouped(1_234_567), "1\u{202f}234\u{202f}567");
         assert_eq!(grouped(1234), "1234");
         assert_eq!(Unit::Nats.show_difference(0.01), "+0.0100 nats");

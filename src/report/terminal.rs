@@ -4,9 +4,10 @@ use super::content::{
     cache_name, counted, gate_notes, gate_table, honest, judgement, moved, of_quantized, pair_name, title,
 };
 use super::gate::Verdict;
-use super::number::{bytes, percent, significant};
+use super::number::{percent, significant};
 use super::table::clean;
 use super::{Report, Status};
+use crate::num::size::shown;
 
 /// Characters of the column of names.
 const NAMES: usize = 12;
@@ -105,8 +106,8 @@ pub fn summary(report: &Report, verdict: Option<&Verdict>) -> String {
             "weights",
             format!(
                 "{} of {}, {} bits each{}",
-                bytes(all.artifact_bytes as f64),
-                bytes(all.source_bytes as f64),
+                shown(all.artifact_bytes as f64),
+                shown(all.source_bytes as f64),
                 significant(all.bits_per_weight, 3),
                 of_quantized(all, "; ")
             ),

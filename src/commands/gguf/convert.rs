@@ -11,11 +11,12 @@ use crate::backend::cpu::Cpu;
 use crate::backend::weight::Weight;
 use crate::cli::args::{ConvertArgs, ConvertTo, FloatArg};
 use crate::cli::interrupt;
-use crate::cli::print::{Printer, bytes};
+use crate::cli::print::Printer;
 use crate::format;
 use crate::format::atomic::OutputFolder;
 use crate::format::pretty;
 use crate::format::safetensors::{TensorSpec, write_sharded};
+use crate::num::size::bytes;
 use crate::tensor::{Bytes, Dtype, narrowed};
 
 pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {

@@ -23,7 +23,7 @@ use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::{GgufArgs, ImatrixArgs, ImatrixForm};
 use crate::cli::interrupt;
-use crate::cli::print::{Printer, Steps, bytes};
+use crate::cli::print::{Printer, Steps};
 use crate::format;
 use crate::format::gguf::file_type::FileType;
 use crate::format::gguf::imatrix::Imatrix;
@@ -37,6 +37,7 @@ use crate::format::gguf::write::{
 };
 use crate::model::tokenizer::{BosHabit, BosMode, BosRule};
 use crate::num::ggml::GgmlType;
+use crate::num::size::bytes;
 use crate::pack::ggml::encode;
 use tensors::Tensor;
 

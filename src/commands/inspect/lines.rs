@@ -1,8 +1,8 @@
 //! The facts for people.
 
 use super::facts::{Architecture, Facts};
-use crate::cli::print::bytes;
 use crate::format::layout::KvScales;
+use crate::num::size::bytes;
 
 /// The facts for people.
 pub fn lines(facts: &Facts) -> Vec<String> {

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::modules::Modules;
 use super::work::ModuleReport;
-use crate::cli::print::bytes;
+use crate::num::size::bytes;
 
 /// What scaling did to a block.
 #[derive(Clone, Debug, Serialize)]

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use super::super::validate::summarize;
 use super::estimate::spoken;
 use super::{Task, Work};
-use crate::cli::print::bytes;
 use crate::format::atomic::free_space;
+use crate::num::size::bytes;
 
 /// Says all of it; returns what failed.
 pub fn results(work: &Work, tasks: &[Task]) -> Result<Vec<String>> {

@@ -1,8 +1,9 @@
 //! The later sections: what was measured in parts, and where all comes from.
 
 use super::{Section, capital, corpora, describe, moved};
+use crate::num::size::shown;
 use crate::report::Report;
-use crate::report::number::{Unit, bytes, grouped, percent, significant};
+use crate::report::number::{Unit, grouped, percent, significant};
 use crate::report::sections::{
     Acceptance, Accounting, CacheErrors, CacheType, Fate, ModuleError, Role, ScaleSource, Share, Speedup,
 };
@@ -90,7 +91,7 @@ pub fn cache(report: &Report) -> Option<Section> {
             largest(|errors| &errors.keys),
             largest(|errors| &errors.values),
             largest(|errors| &errors.output),
-            bytes(kind.bytes_per_token),
+            shown(kind.bytes_per_token),
         ]);
     }
     section.tables.push(table.trimmed());
@@ -218,11 +219,11 @@ pub fn accounting(report: &Report) -> Option<Section> {
     let mut section = Section::new("accounting", "Accounting");
     section.lead.push(format!(
         "{} of weights became {}: {} bits per weight{}. Loaded, they occupy {}.",
-        bytes(all.source_bytes as f64),
-        bytes(all.artifact_bytes as f64),
+        shown(all.source_bytes as f64),
+        shown(all.artifact_bytes as f64),
         significant(all.bits_per_weight, 3),
         of_quantized(all, ", "),
-        bytes(all.weights_memory_bytes as f64)
+        shown(all.weights_memory_bytes as f64)
     ));
     let columns = [
         ("source tensors", Column::Text),
@@ -241,7 +242,7 @@ pub fn accounting(report: &Report) -> Option<Section> {
     ];
     for (name, share) in shares {
         let Share { tensors, parameters, source_bytes, artifact_bytes } = *share;
-        let (before, after) = (bytes(source_bytes as f64), bytes(artifact_bytes as f64));
+        let (before, after) = (shown(source_bytes as f64), shown(artifact_bytes as f64));
         table.row([name.to_string(), tensors.to_string(), grouped(parameters), before, after]);
     }
     section.tables.push(table);
@@ -258,7 +259,7 @@ pub fn accounting(report: &Report) -> Option<Section> {
         let columns = [("cache", Column::Text), ("per token", Column::Number), ("2048 tokens", Column::Number)];
         let mut table = Table::new("Memory of the cache", &columns);
         for cache in &all.cache_memory {
-            let of = |tokens: f64| bytes(cache.bytes_per_token * tokens);
+            let of = |tokens: f64| shown(cache.bytes_per_token * tokens);
             table.row([cache.kind.clone(), of(1.0), of(2048.0)]);
         }
         section.tables.push(table);
