@@ -16,7 +16,7 @@ use crate::cli::print::Printer;
 use crate::engine::score;
 use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
 use crate::evaluate::windows::{Convention, plan};
-use crate::format::{self, Opened};
+use crate::format;
 use crate::hub::{self, HubEvent, HubOptions};
 use crate::model::Model;
 use crate::model::block::Chunk;
@@ -156,14 +156,9 @@ impl Runnable {
     }
 }
 
-/// The weights of a folder or a GGUF file, whatever form they have.
-pub fn weights(dir: &Path) -> Result<Opened> {
-    Ok(if format::is_file(dir) { format::open_file(dir)? } else { format::open(Checkpoint::open(dir)?)? })
-}
-
 /// Opens a folder or a GGUF file as a model.
 pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
-    let opened = weights(dir)?;
+    let opened = format::open_path(dir)?;
     for warning in &opened.warnings {
         printer.warn(warning);
     }

@@ -147,6 +147,11 @@ pub fn is_file(path: &Path) -> bool {
     path.is_file() && path.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf"))
 }
 
+/// Opens the weights at `path`: a model folder or a GGUF file, whatever form they are stored in.
+pub fn open_path(path: &Path) -> Result<Opened, FormatError> {
+    if is_file(path) { open_file(path) } else { open(Checkpoint::open(path)?) }
+}
+
 /// Opens a model that is one file: GGUF.
 pub fn open_file(path: &Path) -> Result<Opened, FormatError> {
     let source = gguf::source::GgufSource::open(path)?;

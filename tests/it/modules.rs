@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use quantkit::backend::cpu::Cpu;
 use quantkit::calibrate::corpus::Corpus;
-use quantkit::checkpoint::Checkpoint;
 use quantkit::evaluate::modules::{Errors, ModuleError, ModulesError, measure};
 use quantkit::format;
 use quantkit::model::Model;
@@ -20,9 +19,7 @@ use crate::integrity::{demo, quantize};
 use crate::support::scene::{Scene, tensors};
 
 fn open(path: &Path) -> Model {
-    let opened =
-        if format::is_file(path) { format::open_file(path) } else { format::open(Checkpoint::open(path).unwrap()) };
-    Model::open(opened.unwrap().source, Arc::new(Cpu)).unwrap()
+    Model::open(format::open_path(path).unwrap().source, Arc::new(Cpu)).unwrap()
 }
 
 fn errors(scene: &Scene, artifact: &str) -> Result<Errors, ModulesError> {

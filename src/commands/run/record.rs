@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::options::Step;
 use crate::format::atomic::write_atomic;
 use crate::format::manifest::{self, FileRecord, hash_files, sha256_bytes, sha256_file};
-use crate::format::pretty;
+use crate::format::{self, pretty};
 
 /// Everything that decides an artifact; its hash is the key of a step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -237,7 +237,7 @@ impl Records {
 
 /// The files of the model at `dir` that an artifact may depend on.
 pub fn source_files(dir: &Path) -> Result<Vec<FileRecord>> {
-    let opened = super::super::open::weights(dir)?;
+    let opened = format::open_path(dir)?;
     let checkpoint = opened.source.checkpoint();
     let mut names: Vec<String> = checkpoint.files().iter().map(|file| file.to_string()).collect();
     if !checkpoint.is_assembled() {
