@@ -146,12 +146,7 @@ impl Report {
 pub const FORMS: [&str; 4] = ["report.json", "report.md", "report.html", "junit.xml"];
 
 /// Writes `report.json`, `report.md`, `report.html` and `junit.xml` into `dir`, which is made if need be, each whole or
-/// not at all. The verdict is that of no limits: checks and broken numbers.
-pub fn write_all(report: &Report, dir: &Path) -> Result<Vec<PathBuf>, ReportError> {
-    write_judged(report, &gate::judge(report, None, &thresholds::Thresholds::default()), dir)
-}
-
-/// [`write_all`] with a verdict that was made elsewhere.
+/// not at all.
 pub fn write_judged(report: &Report, verdict: &gate::Verdict, dir: &Path) -> Result<Vec<PathBuf>, ReportError> {
     // All forms before any file: one that fails leaves no half of a report.
     let forms = [

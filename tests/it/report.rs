@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use predicates::str::contains;
 use quantkit::report::gate::judge;
 use quantkit::report::thresholds::Thresholds;
-use quantkit::report::{Report, schema, terminal, write_all, write_judged};
+use quantkit::report::{Report, schema, terminal, write_judged};
 use serde_json::Value;
 
 use crate::support::command::{command, quantkit};
@@ -114,7 +114,8 @@ fn all_forms_of_a_partial_report() {
     for report in reports {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("a/b");
-        let written = write_all(&report, &out).unwrap();
+        let verdict = judge(&report, None, &Thresholds::default());
+        let written = write_judged(&report, &verdict, &out).unwrap();
         assert_eq!(written.len(), 4);
         assert_eq!(fs::read_dir(&out).unwrap().count(), 4, "no temporary files");
         assert_eq!(Report::read(&written[0]).unwrap(), report);
@@ -124,7 +125,6 @@ fn all_forms_of_a_partial_report() {
         let mut buffer = Vec::new();
         while !matches!(reader.read_event_into(&mut buffer).unwrap(), quick_xml::events::Event::Eof) {}
         // Again in place: files are replaced.
-        let verdict = judge(&report, None, &Thresholds::default());
         write_judged(&report, &verdict, &out).unwrap();
         assert!(terminal::summary(&report, Some(&verdict)).ends_with(if report.checks.is_empty() {
             "passed\n"
