@@ -220,6 +220,11 @@ def report(label, seed, increase, kl, worse=1.0):
             "source_bytes": 269_026_176, "artifact_bytes": artifact_bytes,
             "bits_per_weight": 8 * artifact_bytes / (quantized + embed + 35_136), "bits_per_quantized_weight": 4.5,
             "exceptions": [{"tensor": "lm_head.weight", "fate": "dropped", "note": "tied to the embedding"}],
+            "tokens_seen": [
+                {"module": f"model.layers.{layer}.{kind}", "inputs": 1_536 if kind == "mlp.down_proj" else 576,
+                 "tokens": 65_536}
+                for layer in range(LAYERS) for kind, _ in KINDS
+            ],
             "weights_memory_bytes": artifact_bytes,
             "cache_memory": [
                 {"kind": "f16", "bytes_per_token": 2 * LAYERS * HEADS * 64 * 2.0},

@@ -34,7 +34,7 @@ pub use read::ReportError;
 pub use sections::{
     Acceptance, Accounting, Bins, Cache, CacheErrors, CacheMemory, CacheType, CalibrationTokens, Check, Consumer,
     Control, Corpus, DivergenceOn, Exception, Fate, Identity, ModuleError, PerplexityOn, Role, ScaleSource, Share,
-    Speedup, Status, WindowNats,
+    Speedup, Status, TokensSeen, WindowNats,
 };
 
 /// The schema's name and major version. Fields may be added under one major version; none changes its meaning.

@@ -106,6 +106,17 @@ pub struct Exception {
     pub note: String,
 }
 
+/// What calibration saw of a module.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct TokensSeen {
+    /// Its path, such as `model.layers.0.self_attn.q_proj`.
+    pub module: String,
+    /// Input channels.
+    pub inputs: u64,
+    /// Tokens that went into it.
+    pub tokens: u64,
+}
+
 /// Bytes that one token of context occupies.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CacheMemory {
@@ -134,6 +145,9 @@ pub struct Accounting {
     /// Tensors that a reader would not expect where they are: linears in floating point, what was dropped or is missing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exceptions: Vec<Exception>,
+    /// Tokens of calibration by module, where the method looked at inputs and the artifact says how many there were.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tokens_seen: Vec<TokensSeen>,
     /// Bytes that the weights occupy when the engine has loaded them.
     pub weights_memory_bytes: u64,
     /// The cache by type.
@@ -247,7 +261,7 @@ pub struct ModuleError {
     /// Relative error of its weight.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_error: Option<f64>,
-    /// Stored bits per weight.
+    /// Stored bits per weight, scales and zero points included, a bias not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bits: Option<f64>,
 }

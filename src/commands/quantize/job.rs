@@ -118,6 +118,7 @@ impl<'a> Job<'a> {
             group_size: scheme.group_size.raw(),
             sym: scheme.sym,
             loss,
+            tokens: inputs.filter(|i| !i.diagonal.is_empty()).map(|i| i.tokens),
             damp_percent: damp,
             dead_channels: inputs.map_or(0, Inputs::dead),
             input_max: largest,

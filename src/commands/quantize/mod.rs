@@ -37,6 +37,7 @@ pub use forecast::{Effort, Forecast};
 use form::Form;
 pub use run::Run;
 use transform::plainly;
+pub use work::ModuleReport;
 
 /// What GPTQ does unless it is told otherwise.
 const DAMP_PERCENT: f64 = 0.05;

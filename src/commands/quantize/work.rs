@@ -26,6 +26,9 @@ pub struct ModuleReport {
     pub sym: bool,
     /// Half the squared output error per token of calibration, as GPTQ reports it.
     pub loss: f64,
+    /// Tokens of calibration that it was seen to read; absent where its inputs were not looked at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub damp_percent: Option<f64>,
     /// Input channels that calibration saw only as zero.

@@ -3,22 +3,25 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
+use serde_json::Value;
 
 use super::super::open::{Located, Runnable};
+use super::super::quantize::ModuleReport;
 use super::super::task::Task;
 use super::texts;
 use crate::backend::cache::CacheType;
 use crate::checkpoint::Checkpoint;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
-use crate::evaluate::integrity::{self, Integrity};
+use crate::evaluate::integrity::{self, Integrity, WeightError};
 use crate::evaluate::modules;
+use crate::format;
 use crate::format::manifest::Manifest;
-use crate::format::{self, Opened};
 use crate::model::config::ModelConfig;
 use crate::recipe::Recipe;
 use crate::report::{
     Accounting, CacheMemory, CalibrationTokens, Check, Corpus, Exception, Fate, ModuleError, Report, Share, Status,
+    TokensSeen,
 };
 
 /// Windows that modules are measured on.
@@ -27,11 +30,11 @@ const MODULE_WINDOWS: usize = 4;
 /// Findings of one kind that are named; of the rest only the number is told.
 const NAMED: usize = 8;
 
-/// Relative errors of weights, by module.
-pub type WeightErrors = BTreeMap<String, f64>;
+/// What is known of weights from files alone, by module.
+pub type Weights = BTreeMap<String, WeightError>;
 
 /// Holds the artifact's files against the reference's.
-pub fn files(report: &mut Report, artifact: &Located, reference: &Located, printer: Printer) -> Result<WeightErrors> {
+pub fn files(report: &mut Report, artifact: &Located, reference: &Located, printer: Printer) -> Result<Weights> {
     let mut steps = printer.steps("files", 0);
     let Integrity { accounting, findings } = integrity::check(&artifact.dir, &reference.dir, &mut |done, all| {
         steps.set(done as u64, all as u64);
@@ -46,15 +49,16 @@ pub fn files(report: &mut Report, artifact: &Located, reference: &Located, print
         },
         message: finding.message,
     }));
-    let mut weights = WeightErrors::new();
+    let mut weights = Weights::new();
     if let Some(accounting) = accounting {
-        weights.extend(accounting.weights.iter().map(|weight| (weight.module.clone(), weight.error)));
-        let opened = open(reference).context("the reference")?;
+        weights.extend(accounting.weights.iter().map(|weight| (weight.module.clone(), weight.clone())));
+        let opened = format::open_path(&reference.dir).context("the reference")?;
         report.accounting = Some(accounted(accounting, opened.source.checkpoint()));
     }
     if let Ok(manifest) = Manifest::read(&artifact.dir)
         && let Some(calibration) = manifest.calibration
     {
+        tokens_seen(report, &manifest.modules, &weights);
         let recipe = serde_json::from_value::<Recipe>(manifest.options).ok().and_then(|recipe| recipe.calibration);
         report.calibration = Some(CalibrationTokens {
             description: calibration.description,
@@ -65,11 +69,43 @@ pub fn files(report: &mut Report, artifact: &Located, reference: &Located, print
     Ok(weights)
 }
 
-fn open(located: &Located) -> Result<Opened> {
-    Ok(match format::is_file(&located.dir) {
-        true => format::open_file(&located.dir)?,
-        false => format::open(Checkpoint::open(&located.dir)?)?,
-    })
+/// What the artifact says that its method saw of each module, and whether that was enough: of fewer tokens than it has
+/// inputs, a Hessian has no full rank.
+fn tokens_seen(report: &mut Report, modules: &Value, weights: &Weights) {
+    let made: Vec<ModuleReport> = serde_json::from_value(modules["quantized"].clone()).unwrap_or_default();
+    let seen = |module: &ModuleReport| {
+        let inputs = weights.get(&module.module)?.shape[1] as u64;
+        Some(TokensSeen { module: module.module.clone(), inputs, tokens: module.tokens? })
+    };
+    let all: Vec<TokensSeen> = made.iter().filter_map(seen).collect();
+    // Other methods take ranges or a strength from what they see, for which few tokens may do.
+    let with_hessian =
+        |seen: &&TokensSeen| made.iter().any(|module| module.module == seen.module && module.damp_percent.is_some());
+    let few: Vec<&TokensSeen> = all.iter().filter(with_hessian).filter(|seen| seen.tokens < seen.inputs).collect();
+    if let Some(least) = all.iter().min_by_key(|seen| seen.tokens) {
+        let (status, message) = match &few[..] {
+            [] => (Status::Pass, format!("every module saw at least {} tokens of calibration", least.tokens)),
+            [first, rest @ ..] => (
+                Status::Warn,
+                format!(
+                    "`{}` saw {} tokens of calibration and has {} inputs{}: what their Hessians say of the rest is \
+                     damping; calibrate on more text, or with a larger --nsamples or --seqlen",
+                    first.module,
+                    first.tokens,
+                    first.inputs,
+                    if rest.is_empty() {
+                        String::new()
+                    } else {
+                        format!(", and {} more modules are like it", rest.len())
+                    }
+                ),
+            ),
+        };
+        report.checks.push(Check { id: "calibration".into(), status, message });
+    }
+    if let Some(accounting) = &mut report.accounting {
+        accounting.tokens_seen = all;
+    }
 }
 
 /// The sums of a report, from single tensors.
@@ -123,7 +159,7 @@ pub fn modules(
     report: &mut Report,
     artifact: &Runnable,
     reference: &Runnable,
-    (task, weights): (&Task, &WeightErrors),
+    (task, weights): (&Task, &Weights),
     printer: Printer,
 ) -> Result<()> {
     let windows: Vec<&[u32]> = task.windows.iter().take(MODULE_WINDOWS).map(|window| &window.tokens[..]).collect();
@@ -150,13 +186,16 @@ pub fn modules(
     report.modules = errors
         .modules
         .into_iter()
-        .map(|module| ModuleError {
-            weight_error: weights.get(&module.module).copied(),
-            module: module.module,
-            layer: module.layer,
-            kind: module.kind,
-            output_error: module.error,
-            bits: None,
+        .map(|module| {
+            let bits = weights.get(&module.module).and_then(|weight| weight.bits);
+            ModuleError {
+                weight_error: weights.get(&module.module).map(|weight| weight.error),
+                module: module.module,
+                layer: module.layer,
+                kind: module.kind,
+                output_error: module.error,
+                bits,
+            }
         })
         .collect();
     Ok(())

@@ -27,7 +27,7 @@ use crate::engine::speculate::Ahead;
 use crate::evaluate::divergence::Reference;
 use crate::format::manifest::Manifest;
 use crate::report::{Check, Identity, Report, Role, Status};
-use facts::WeightErrors;
+use facts::Weights;
 pub use finish::summarize;
 use finish::{Gate, check_out, finish};
 use speculation::Pair;
@@ -152,7 +152,7 @@ fn measure(
     args: &ValidateArgs,
     subjects: &Subjects,
     ground: &Ground,
-    weights: &WeightErrors,
+    weights: &Weights,
     printer: Printer,
 ) -> Result<()> {
     let Ground { reference, draft, corpora, device } = ground;

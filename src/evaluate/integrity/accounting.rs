@@ -80,6 +80,8 @@ pub fn account(
     let is_quantized = |module: &str| unread.contains(module) || modules.get(module).is_some_and(|c| c.error.quantized);
     let mut taken: BTreeSet<String> = BTreeSet::new();
     let mut tensors = Vec::new();
+    // Bytes of weights, by module.
+    let mut stored: BTreeMap<String, u64> = BTreeMap::new();
     for (name, entry) in source {
         let same = renamed(name, artifact, reference);
         let source_bytes = entry.bytes.len() as u64;
@@ -99,6 +101,9 @@ pub fn account(
         } else {
             (record.fate, record.note) = absent(name, artifact, reference);
         }
+        if let Some(module) = same.strip_suffix(".weight").filter(|_| record.bytes > 0) {
+            stored.insert(module.into(), record.bytes);
+        }
         tensors.push(record);
     }
     for (name, entry) in own.iter().filter(|(name, _)| !taken.contains(*name)) {
@@ -111,7 +116,7 @@ pub fn account(
             note: scale.then(|| "a scale of the cache".into()),
         });
     }
-    let out = summed(tensors, compared, source);
+    let out = summed(tensors, compared, source, &stored);
     tell(&out, findings);
     let changed = out.tensors.iter().filter(|t| t.fate == Fate::Changed);
     folds.check(&changed.map(|t| renamed(&t.tensor, artifact, reference)).collect(), findings);
@@ -185,12 +190,23 @@ fn absent(name: &str, artifact: &Side, reference: &Side) -> (Fate, Option<String
     (Fate::Missing, None)
 }
 
-fn summed(tensors: Vec<TensorRecord>, compared: &[Compared], source: &BTreeMap<String, Entry>) -> Accounting {
+fn summed(
+    tensors: Vec<TensorRecord>,
+    compared: &[Compared],
+    source: &BTreeMap<String, Entry>,
+    stored: &BTreeMap<String, u64>,
+) -> Accounting {
     let artifact_bytes: u64 = tensors.iter().map(|t| t.bytes).sum();
     let source_bytes: u64 = tensors.iter().map(|t| t.source_bytes).sum();
     let quantized = || tensors.iter().filter(|t| t.fate == Fate::Quantized);
     let bytes: u64 = quantized().map(|t| t.bytes).sum();
-    let weights: usize = compared.iter().filter(|c| c.error.quantized).map(|c| c.weights).sum();
+    let size = |error: &WeightError| error.shape.iter().product::<usize>();
+    let weights: usize = compared.iter().filter(|c| c.error.quantized).map(|c| size(&c.error)).sum();
+    let with_bits = |c: &Compared| {
+        let bytes = stored.get(&c.error.module).filter(|_| size(&c.error) > 0);
+        let bits = bytes.map(|&bytes| 8.0 * bytes as f64 / size(&c.error) as f64);
+        WeightError { bits, ..c.error.clone() }
+    };
     let elements = |name: &String| source.get(name).map_or(0, |e| e.shape.iter().product::<usize>());
     let there = tensors.iter().filter(|t| !matches!(t.fate, Fate::Dropped | Fate::Missing | Fate::Added));
     let all: usize = there.map(|t| elements(&t.tensor)).sum();
@@ -199,7 +215,7 @@ fn summed(tensors: Vec<TensorRecord>, compared: &[Compared], source: &BTreeMap<S
         bits_per_quantized_weight: (weights > 0).then(|| 8.0 * bytes as f64 / weights as f64),
         source_bytes,
         artifact_bytes,
-        weights: compared.iter().map(|c| c.error.clone()).collect(),
+        weights: compared.iter().map(with_bits).collect(),
         tensors,
     }
 }

@@ -51,6 +51,11 @@ pub struct WeightError {
     pub steps: Option<f64>,
     /// The median cosine between a row and its reference.
     pub cosine: f64,
+    /// Outputs and inputs.
+    pub shape: [usize; 2],
+    /// Stored bits of a weight, scales and zero points included, a bias not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bits: Option<f64>,
 }
 
 /// What was seen of a module.
@@ -59,8 +64,6 @@ pub struct Compared {
     pub error: WeightError,
     /// Whether its weights have failed: what follows from them says nothing new.
     pub failed: bool,
-    /// Weights of the module.
-    pub weights: usize,
     /// By how much columns and rows are larger than the reference's; 1 where there is nothing to compare.
     pub columns: Vec<f64>,
     pub rows: Vec<f64>,
@@ -134,8 +137,15 @@ fn one(module: &str, own: &Weight, wanted: &Weight, told: &mut Told) -> Compared
     let quantized = !matches!(own, Weight::Dense(_));
     let unlike = |columns: Vec<f64>, failed: bool| Compared {
         failed,
-        error: WeightError { module: module.into(), quantized, error: 0.0, steps: None, cosine: 1.0 },
-        weights: rows * cols,
+        error: WeightError {
+            module: module.into(),
+            quantized,
+            error: 0.0,
+            steps: None,
+            cosine: 1.0,
+            shape: [rows, cols],
+            bits: None,
+        },
         rows: vec![1.0; rows],
         columns,
     };
@@ -186,8 +196,9 @@ fn one(module: &str, own: &Weight, wanted: &Weight, told: &mut Told) -> Compared
             error: if squares > 0.0 { (errors / squares).sqrt() } else { 0.0 },
             steps,
             cosine,
+            shape: [rows, cols],
+            bits: None,
         },
-        weights: rows * cols,
         rows: seen.iter().map(|row| row.scale).collect(),
         columns,
     }

@@ -5,7 +5,7 @@ use crate::num::size::shown;
 use crate::report::Report;
 use crate::report::number::{Unit, grouped, percent, significant};
 use crate::report::sections::{
-    Acceptance, Accounting, CacheErrors, CacheType, Fate, ModuleError, Role, ScaleSource, Share, Speedup,
+    Acceptance, Accounting, CacheErrors, CacheType, Fate, ModuleError, Role, ScaleSource, Share, Speedup, TokensSeen,
 };
 use crate::report::table::{Column, Table};
 
@@ -255,6 +255,9 @@ pub fn accounting(report: &Report) -> Option<Section> {
         }
         section.tables.push(table);
     }
+    if !all.tokens_seen.is_empty() {
+        section.tables.push(tokens_seen(&all.tokens_seen));
+    }
     if !all.cache_memory.is_empty() {
         let columns = [("cache", Column::Text), ("per token", Column::Number), ("2048 tokens", Column::Number)];
         let mut table = Table::new("Memory of the cache", &columns);
@@ -265,6 +268,31 @@ pub fn accounting(report: &Report) -> Option<Section> {
         section.tables.push(table);
     }
     Some(section)
+}
+
+/// Modules of one kind and width in a row: they differ in nothing but their block.
+fn tokens_seen(all: &[TokensSeen]) -> Table {
+    let columns = [
+        ("modules", Column::Code),
+        ("how many", Column::Number),
+        ("inputs", Column::Number),
+        ("tokens seen", Column::Number),
+    ];
+    let mut rows: Vec<(&str, u64, Vec<u64>)> = Vec::new();
+    for TokensSeen { module, inputs, tokens } in all {
+        let kind = module.rsplit('.').next().unwrap_or(module);
+        match rows.iter_mut().find(|(other, width, _)| *other == kind && width == inputs) {
+            Some((_, _, seen)) => seen.push(*tokens),
+            None => rows.push((kind, *inputs, vec![*tokens])),
+        }
+    }
+    let mut table = Table::new("What calibration saw", &columns);
+    for (kind, inputs, seen) in rows {
+        let (least, most) = (seen.iter().min().copied().unwrap_or(0), seen.iter().max().copied().unwrap_or(0));
+        let range = if least == most { grouped(least) } else { format!("{} to {}", grouped(least), grouped(most)) };
+        table.row([kind.to_string(), seen.len().to_string(), grouped(inputs), range]);
+    }
+    table
 }
 
 fn fate(fate: Fate) -> &'static str {

@@ -38,6 +38,27 @@ fn an_honest_artifact_passes_with_a_whole_report() {
     assert_eq!(report["modules"].as_array().unwrap().len(), 29, "four blocks of seven, and the embedding");
     let weights = report["modules"].as_array().unwrap().iter().filter_map(|module| module["weight_error"].as_f64());
     assert_eq!(weights.filter(|error| (0.01..0.3).contains(error)).count(), 28, "all that is quantized");
+    let modules = report["modules"].as_array().unwrap();
+    let bits = |of: &dyn Fn(&str) -> bool| -> Vec<f64> {
+        let found = modules.iter().filter(|module| of(module["kind"].as_str().unwrap()));
+        found.map(|module| module["bits"].as_f64().unwrap()).collect()
+    };
+    assert_eq!(bits(&|kind| kind == "embed_tokens"), [16.0]);
+    // Codes, for 64 of them a scale and a zero point, and the groups of inputs that all outputs share.
+    for bits in bits(&|kind| kind != "embed_tokens") {
+        let least = 4.0 + 20.0 / 64.0;
+        assert!((least..least + 32.0 / 128.0 + 1e-9).contains(&bits), "{bits}");
+    }
+    let seen = report["accounting"]["tokens_seen"].as_array().unwrap();
+    assert_eq!(seen.len(), 28);
+    for module in seen {
+        let inputs = if module["module"].as_str().unwrap().ends_with("down_proj") { 768 } else { 256 };
+        assert_eq!((&module["inputs"], &module["tokens"]), (&inputs.into(), &512.into()), "{module}");
+    }
+    assert_eq!(status(&report, "calibration"), ["warn"]);
+    let warning = report["checks"].as_array().unwrap().iter().find(|check| check["id"] == "calibration").unwrap();
+    let words = ["down_proj` saw 512 tokens of calibration and has 768 inputs, and 3 more", "--nsamples"];
+    assert!(words.iter().all(|word| warning["message"].as_str().unwrap().contains(word)), "{warning}");
     assert_eq!(report["cache"]["types"].as_array().unwrap().len(), 6);
     assert_eq!(number(&report, "/accounting/quantized/tensors"), 28.0);
     assert!((4.3..4.7).contains(&number(&report, "/accounting/bits_per_quantized_weight")));
