@@ -25,6 +25,7 @@ use crate::cli::print::Printer;
 use crate::cli::validation::{Part, ValidateArgs};
 use crate::engine::speculate::Ahead;
 use crate::evaluate::divergence::Reference;
+use crate::evaluate::integrity;
 use crate::format::manifest::Manifest;
 use crate::report::{Check, Identity, Report, Role, Status};
 use facts::Weights;
@@ -140,7 +141,9 @@ fn measured(args: &ValidateArgs, subjects: &Subjects, printer: Printer) -> Resul
         if [exit::INTERRUPTED, exit::DEVICE].contains(&exit::code(&error)) {
             return Err(error);
         }
-        report.checks.push(Check { id: "runs".into(), status: Status::Fail, message: format!("{error:#}") });
+        let message = integrity::named_inside(&format!("{error:#}"), &subjects.artifact.dir);
+        let message = integrity::named_inside(&message, &subjects.reference.dir);
+        report.checks.push(Check { id: "runs".into(), status: Status::Fail, message });
     }
     report.seconds = began.elapsed().as_secs_f64();
     Ok(report)

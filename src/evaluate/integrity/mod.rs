@@ -127,20 +127,43 @@ impl Side<'_> {
     }
 }
 
+/// A message in which files of the model at `path`, a folder or a file, are named from its folder on, and the folder by
+/// its own name: what is found says nothing of where models lie.
+pub fn named_inside(message: &str, path: &Path) -> String {
+    let place = path.display().to_string();
+    let place = place.trim_end_matches('/');
+    let name = path.file_name().map_or_else(|| ".".into(), |name| name.to_string_lossy());
+    let folder = if path.is_dir() { Some(place) } else { place.rsplit_once('/').map(|(folder, _)| folder) };
+    let message = message.replace(&format!("`{place}`"), &format!("`{name}`"));
+    folder.map_or(message.clone(), |folder| message.replace(&format!("`{folder}/"), "`"))
+}
+
 /// Holds the artifact at `artifact` against the model at `reference`, each a folder or a GGUF file. `progress` hears
-/// how many linears of how many are done, and may stop the work.
+/// how many linears of how many are done, and may stop the work. Findings name files from these folders on.
 pub fn check<E>(
     artifact: &Path,
     reference: &Path,
     progress: &mut dyn FnMut(usize, usize) -> Result<(), E>,
 ) -> Result<Integrity, IntegrityError<E>> {
-    let original = open(reference).map_err(IntegrityError::Reference)?;
+    let mut found = look(artifact, reference, progress)?;
+    for Finding { message, .. } in &mut found.findings {
+        *message = named_inside(&named_inside(message, artifact), reference);
+    }
+    Ok(found)
+}
+
+fn look<E>(
+    artifact: &Path,
+    reference: &Path,
+    progress: &mut dyn FnMut(usize, usize) -> Result<(), E>,
+) -> Result<Integrity, IntegrityError<E>> {
+    let original = format::open_path(reference).map_err(IntegrityError::Reference)?;
     let dir = reference.into();
     let config = settle(original.source.checkpoint()).map_err(|source| IntegrityError::Config { dir, source })?;
     let original = Side { opened: &original, config: &config };
     let mut findings = Findings::default();
     hashes(artifact, original.checkpoint(), &mut findings);
-    let opened = match open(artifact) {
+    let opened = match format::open_path(artifact) {
         Ok(opened) => opened,
         Err(error) => {
             findings.fail("files", error.to_string());
@@ -169,10 +192,6 @@ pub fn check<E>(
         weights::compare(&quantized, &original, &mut findings, progress).map_err(IntegrityError::Stopped)?;
     let accounting = accounting::account(&quantized, &original, &compared, &unread, &mut findings);
     Ok(Integrity { accounting: Some(accounting), findings: findings.0 })
-}
-
-fn open(path: &Path) -> Result<Opened, FormatError> {
-    if format::is_file(path) { format::open_file(path) } else { format::open(Checkpoint::open(path)?) }
 }
 
 fn settle(checkpoint: &Checkpoint) -> Result<ModelConfig, ConfigError> {
@@ -219,4 +238,28 @@ fn hashes(artifact: &Path, reference: &Checkpoint, findings: &mut Findings) {
         }
     }
     findings.otherwise("source", "no file of the reference is another than the one the artifact was made from");
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_named_from_their_folder_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("w4");
+        std::fs::create_dir(&model).unwrap();
+        let file = dir.path().join("a.gguf");
+        std::fs::write(&file, "").unwrap();
+        let (place, root) = (model.display(), dir.path().display());
+        let message =
+            format!("module `x` in `{place}` is damaged, `{place}/sub/model.safetensors` and `{place}-other/a`");
+        let wanted = format!("module `x` in `w4` is damaged, `sub/model.safetensors` and `{place}-other/a`");
+        assert_eq!(named_inside(&message, &model), wanted);
+        assert_eq!(named_inside(&message, &model.join("")), wanted);
+        let message = format!("`{root}/a.gguf` and its part `{root}/a-00002-of-00002.gguf`");
+        assert_eq!(named_inside(&message, &file), "`a.gguf` and its part `a-00002-of-00002.gguf`");
+        assert_eq!(named_inside("`a.gguf`: cut off", Path::new("a.gguf")), "`a.gguf`: cut off");
+    }
 }

@@ -155,6 +155,41 @@ fn planted_faults_are_named() {
     caught(&scene, "label", &["gptq_v2", "checkpoint_format"]);
 }
 
+/// Reports say nothing of where folders lie, whatever is broken and however it was named.
+#[test]
+fn damage_is_named_from_the_folder_on() {
+    let scene = demo();
+    quantize(&scene, &["rtn", "--bits", "4", "-o", "w4"]);
+    let root = scene.root().display().to_string();
+    let breaks: [(&str, &dyn Fn(&str)); 4] = [
+        ("model.safetensors", &|name| {
+            let bytes = scene.read(&format!("{name}/model.safetensors"));
+            scene.write(&format!("{name}/model.safetensors"), &bytes[..bytes.len() - 1000]);
+        }),
+        ("tokenizer.json", &|name| {
+            scene.write(&format!("{name}/tokenizer.json"), "{");
+            seal(&scene, name);
+        }),
+        ("config.json", &|name| scene.write(&format!("{name}/config.json"), "{")),
+        ("quantkit.json", &|name| scene.write(&format!("{name}/quantkit.json"), "{")),
+    ];
+    for (file, damage) in breaks {
+        copied(&scene, "w4", "broken");
+        damage("broken");
+        for artifact in ["broken", &format!("{root}/broken"), "./broken/"] {
+            let args = ["validate", artifact, "--reference", &format!("{root}/model"), "-o", "r"];
+            scene.run(&[&args[..], &["--skip", "control,modules,kv,spec"], &SHORT].concat()).ended(1);
+            let report = scene.json("r/report.json");
+            let checks = report["checks"].as_array().unwrap().iter();
+            let messages: Vec<&str> = checks.map(|check| check["message"].as_str().unwrap()).collect();
+            assert!(messages.iter().any(|text| text.contains(&format!("`{file}"))), "{file}: {messages:#?}");
+            let path = messages.iter().find(|text| text.contains(&root) || text.contains("broken/"));
+            assert_eq!(path, None, "{artifact}, {file}");
+        }
+        fs::remove_dir_all(scene.path("broken")).unwrap();
+    }
+}
+
 #[test]
 fn what_cannot_be_validated_is_said_first() {
     let scene = demo();
