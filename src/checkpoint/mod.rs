@@ -64,10 +64,18 @@ impl Checkpoint {
     }
 
     /// What can be read of a folder, with all that stands against [`Checkpoint::open`]: shards that are missing or cut
-    /// off, tensors that are not where the index says. An error only where there is no `config.json` to begin with.
+    /// off, tensors that are not where the index says, a config that is no JSON and left empty then. An error only where
+    /// there is no `config.json` to begin with.
     pub fn salvage(dir: &Path) -> Result<(Self, Vec<CheckpointError>), CheckpointError> {
-        let mut found = Self::open_config(dir)?;
         let mut damage = Vec::new();
+        let mut found = match Self::open_config(dir) {
+            Err(error @ CheckpointError::Json { .. }) => {
+                damage.push(error);
+                let none = Default::default();
+                Self::assembled(index::snapshot(dir)?, Value::Null, none, Vec::new(), Default::default())
+            }
+            opened => opened?,
+        };
         let shards = index::shards(&found.dir).unwrap_or_else(|error| {
             damage.push(error);
             index::present(&found.dir)
@@ -219,6 +227,7 @@ impl Checkpoint {
 fn read_json(path: &Path) -> Result<Value, CheckpointError> {
     let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => CheckpointError::NoFile(path.into()),
+        std::io::ErrorKind::InvalidData => CheckpointError::Json { path: path.into(), why: "it is no UTF-8".into() },
         _ => CheckpointError::Io { path: path.into(), why: e.to_string() },
     })?;
     parse_json(path, &text)

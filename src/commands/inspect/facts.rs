@@ -169,7 +169,8 @@ impl Facts {
         self.variant = variant.and_then(|v| v.as_str().map(Into::into));
     }
 
-    pub fn manifest(&mut self, dir: &Path) {
+    /// What `quantkit.json` says, or why it cannot be read.
+    pub fn manifest(&mut self, dir: &Path) -> Option<String> {
         match Manifest::read(dir) {
             Ok(manifest) => {
                 self.manifest = Some(ManifestFacts {
@@ -179,8 +180,9 @@ impl Facts {
                     source_files: manifest.source.len(),
                     output_files: manifest.outputs.len(),
                 });
+                None
             }
-            Err(error) => self.warnings.push(error.to_string()),
+            Err(error) => Some(error.to_string()),
         }
     }
 
@@ -295,6 +297,15 @@ impl Facts {
             let more =
                 if wrong.len() > 1 { format!("; {} more tensors like it", wrong.len() - 1) } else { String::new() };
             self.damage.push(format!("{first}{more}"));
+        }
+    }
+
+    /// Of a damaged model counts would mislead, and nothing runs it.
+    pub fn without_the_damaged(&mut self) {
+        if !self.damage.is_empty() {
+            (self.runs, self.consumers) = (false, None);
+            (self.parameters, self.quantized_parameters) = (None, None);
+            (self.bits_per_weight, self.bits_per_quantized_weight) = (None, None);
         }
     }
 

@@ -23,6 +23,7 @@ use crate::format::gguf::value::{Metadata, Value};
 use crate::format::manifest::{self, verify_manifest};
 use crate::format::{self, FormatError, config};
 use crate::num::ggml::GgmlType;
+use crate::tensor::Dtype;
 use facts::{ConsumerFacts, Facts, ManifestFacts, TensorFacts, Verification};
 use lines::lines;
 
@@ -49,7 +50,7 @@ pub fn run(args: &InspectArgs, printer: Printer) -> Result<()> {
     let path = &args.path;
     let mut facts = look(path)?;
     if args.verify {
-        facts.verification = Some(verified(path, facts.manifest.as_ref())?);
+        facts.verification = verified(path, facts.manifest.as_ref())?;
     }
     printer.object(&facts)?;
     for line in lines(&facts) {
@@ -64,14 +65,16 @@ pub fn run(args: &InspectArgs, printer: Printer) -> Result<()> {
     }
 }
 
-/// Hashes the files again.
-fn verified(path: &Path, manifest: Option<&ManifestFacts>) -> Result<Verification> {
-    let Some(manifest) = manifest else {
-        bail!("--verify: `{}` has no readable `{}` with the hashes of its files", path.display(), manifest::FILE)
+/// Hashes the files again; `None` where a manifest that is damaged itself says nothing of them.
+fn verified(path: &Path, manifest: Option<&ManifestFacts>) -> Result<Option<Verification>> {
+    let there = |dir: &Path| dir.join(manifest::FILE).exists();
+    let dir = Checkpoint::salvage(path).map(|(checkpoint, _)| checkpoint.dir().to_path_buf());
+    let Some(dir) = dir.ok().filter(|dir| there(dir)) else {
+        bail!("--verify: `{}` has no `{}` with the hashes of its files", path.display(), manifest::FILE)
     };
-    let checkpoint = Checkpoint::open_config(path)?;
-    let mismatches = verify_manifest(checkpoint.dir())?.iter().map(ToString::to_string).collect();
-    Ok(Verification { files: manifest.output_files, mismatches })
+    let Some(manifest) = manifest else { return Ok(None) };
+    let mismatches = verify_manifest(&dir)?.iter().map(ToString::to_string).collect();
+    Ok(Some(Verification { files: manifest.output_files, mismatches }))
 }
 
 fn folder(path: &Path) -> Result<Facts> {
@@ -98,9 +101,10 @@ fn folder(path: &Path) -> Result<Facts> {
         facts.quantization(&found.value);
         facts.quantization_config = Some(found.value.clone());
     }
-    if checkpoint.dir().join(manifest::FILE).exists() {
-        facts.manifest(checkpoint.dir());
-    }
+    let broken = match checkpoint.dir().join(manifest::FILE).exists() {
+        true => facts.manifest(checkpoint.dir()),
+        false => None,
+    };
     let config = facts.architecture(&checkpoint);
     facts.parameters(&checkpoint, config.as_ref());
     facts.cache_scales(&checkpoint);
@@ -122,19 +126,23 @@ fn folder(path: &Path) -> Result<Facts> {
         Err(error) if !facts.damage.contains(&error.to_string()) => facts.damage.push(error.to_string()),
         Err(_) => {}
     }
-    if !facts.damage.is_empty() {
-        facts.runs = false;
-        // Counts of what is left would mislead.
-        (facts.parameters, facts.quantized_parameters) = (None, None);
-        (facts.bits_per_weight, facts.bits_per_quantized_weight) = (None, None);
-    }
+    facts.without_the_damaged();
+    // The model is none the worse for a manifest that cannot be read.
+    facts.damage.extend(broken);
     Ok(facts)
 }
 
 fn file(path: &Path) -> Result<Facts> {
-    let file = GgufFile::open(path)?;
-    let metadata = file.metadata();
     let mut facts = Facts { path: path.into(), format: "gguf", ..Facts::default() };
+    let file = match GgufFile::open(path) {
+        Err(error) if error.is_damage(path) => {
+            facts.file(path, &path.file_name().unwrap_or_default().to_string_lossy())?;
+            facts.damage.push(error.to_string());
+            return Ok(facts);
+        }
+        opened => opened?,
+    };
+    let metadata = file.metadata();
     for part in file.parts() {
         facts.file(part, &part.file_name().unwrap_or_default().to_string_lossy())?;
     }
@@ -159,12 +167,20 @@ fn file(path: &Path) -> Result<Facts> {
             // What is read here is what llama.cpp's loader takes.
             let llama = ConsumerFacts { name: "llama.cpp", title: "llama.cpp", loads: true, refusals: vec![] };
             facts.consumers = Some(vec![llama]);
-            facts.architecture(opened.source.checkpoint());
+            let checkpoint = opened.source.checkpoint();
+            if let Some(config) = facts.architecture(checkpoint) {
+                let blocks = |module: &str| {
+                    let entry = checkpoint.tensors().get(&format!("{module}.weight"));
+                    entry.is_some_and(|entry| entry.dtype == Dtype::Blocks)
+                };
+                facts.missing(checkpoint, &config, &blocks);
+            }
         }
         Err(error) => facts.warnings.push(format!("it is no model that quantkit runs: {error}")),
     }
     // The file's own word, not that of the config made of it.
     facts.architecture.name = text(metadata, "general.architecture");
+    facts.without_the_damaged();
     Ok(facts)
 }
 

@@ -78,6 +78,18 @@ pub enum Problem {
     PartTensors { found: u64, wanted: u64 },
 }
 
+impl ReadError {
+    /// Whether a file is a GGUF file whose content is broken, and not another kind of file, the wrong part of a model or
+    /// a version that is not read. `given` is the file that was named: others belong to it.
+    pub fn is_damage(&self, given: &Path) -> bool {
+        match self.problem {
+            Problem::Magic { .. } | Problem::BigEndian | Problem::Version(_) | Problem::Io(_) => self.path != given,
+            Problem::NotFirst { .. } | Problem::PartName { .. } | Problem::TensorType { .. } => false,
+            _ => true,
+        }
+    }
+}
+
 fn known_types() -> String {
     GgmlType::ALL.map(GgmlType::name).join(", ")
 }

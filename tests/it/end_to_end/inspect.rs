@@ -152,8 +152,64 @@ fn what_is_no_model() {
     scene.refused(&["inspect", "nowhere"], &["`nowhere` does not exist"]);
     scene.refused(&["inspect", "calib.txt"], &["`calib.txt` is neither a model folder nor a .gguf file"]);
     scene.refused(&["inspect", "tmp"], &["config.json"]);
+    // Another kind of file, and what is not read in any state.
+    scene.write("other.gguf", b"PK\x03\x04 and so on and so on and so on");
+    scene.refused(&["inspect", "other.gguf"], &["`other.gguf`", "no GGUF file"]);
+    scene.write("later.gguf", b"GGUF\x09\0\0\0 and so on and so on and so on");
+    scene.refused(&["inspect", "later.gguf"], &["`later.gguf`", "version 9"]);
+}
+
+/// A model that is there and broken is damaged, in whatever form it is: exit code 1, and an object that says so.
+#[test]
+fn damage_has_one_exit_code() {
+    let scene = Scene::demo();
+    let damaged = |args: &[&str], part: &str| {
+        let ran = scene.run(&[&["inspect"], args, &["--json"]].concat()).ended(1).says(&["is damaged", part]);
+        let found = ran.json();
+        let keys: Vec<&String> = found.as_object().unwrap().keys().collect();
+        assert_eq!(keys, [&KEYS[..], &["warnings"]].concat());
+        assert!(found["damage"].to_string().contains(part), "{}", found["damage"]);
+        found
+    };
     scene.write("broken.gguf", b"GGUF\x03\0\0\0 and nothing");
-    scene.refused(&["inspect", "broken.gguf"], &["broken.gguf"]);
+    assert_eq!(damaged(&["broken.gguf"], "broken.gguf")["format"], "gguf");
+    scene.run(&["gguf", "--type", "Q4_0", "-o", "whole.gguf"]).ok();
+    let whole = scene.read("whole.gguf");
+    scene.write("whole.gguf", &whole[..whole.len() - 100]);
+    assert_eq!(damaged(&["whole.gguf"], "cut off")["runs"], false);
+    // A name that no tensor of the model has.
+    let at = whole.windows(17).position(|window| window == b"blk.1.ffn_norm.we").unwrap();
+    let mut renamed = whole.clone();
+    renamed[at + 4] = b'3';
+    scene.write("whole.gguf", &renamed);
+    damaged(&["whole.gguf"], "stands twice");
+    renamed[at + 4] = b'9';
+    scene.write("whole.gguf", &renamed);
+    damaged(&["whole.gguf"], "model.layers.1.post_attention_layernorm.weight");
+    scene.run(&["gguf", "--type", "Q4_0", "-o", "cut.gguf", "--split-max-size", "1M"]).ok();
+    let first = fs::read_dir(scene.root()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let first = first.filter(|name| name.starts_with("cut-00001-of-")).last().unwrap();
+    let second = first.replace("00001-of", "00002-of");
+    fs::remove_file(scene.path(&second)).unwrap();
+    damaged(&[&first], &second);
+
+    let scene = Scene::tiny("llama");
+    scene.run(&["rtn", "model", "--group-size", "32", "-o", "w4", "--no-eval"]).ok();
+    let manifest = scene.read("w4/quantkit.json");
+    scene.write("w4/quantkit.json", &manifest[..manifest.len() / 2]);
+    for verify in [&["w4"][..], &["w4", "--verify"]] {
+        let ran = scene.run(&[&["inspect", "--json"], verify].concat()).ended(1).says(&["quantkit.json"]);
+        assert_eq!((&ran.json()["runs"], &ran.json()["verification"]), (&json!(true), &Value::Null));
+    }
+    scene.write("w4/quantkit.json", &manifest);
+    let config = scene.read("w4/config.json");
+    scene.write("w4/config.json", &config[..config.len() / 2]);
+    let ran = scene.run(&["inspect", "w4", "--json"]).ended(1).says(&["config.json"]);
+    assert_eq!((&ran.json()["runs"], &ran.json()["architecture"]["family"]), (&json!(false), &Value::Null));
+    let ran = scene.run(&["inspect", "w4", "--verify", "--json"]).ended(1).says(&["`config.json`"]);
+    assert_eq!(ran.json()["verification"]["mismatches"].as_array().unwrap().len(), 1);
+    scene.write("w4/config.json", b"\xff\xfe");
+    scene.run(&["inspect", "w4"]).ended(1).says(&["config.json"]);
 }
 
 /// Every method tells who loads it, with the scales of a cache where there are some.
@@ -214,7 +270,7 @@ fn hashes_are_held_against_the_manifest() {
     scene.run(&["inspect", "w4"]).ok();
     let ran = scene.run(&["inspect", "w4", "--verify", "--json"]).ended(1).says(&["`model.safetensors` has SHA-256"]);
     assert!(ran.json()["verification"]["mismatches"][0].as_str().unwrap().contains("model.safetensors"));
-    scene.refused(&["inspect", "model", "--verify"], &["no readable `quantkit.json`"]);
+    scene.refused(&["inspect", "model", "--verify"], &["has no `quantkit.json`"]);
 }
 
 /// What is damaged is told, with all that can still be told.
