@@ -17,7 +17,7 @@ use crate::recipe::Rounding;
 /// What a run would take.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Forecast {
-    /// Bytes of activations and matrices; `None` where there is no rule for them.
+    /// Bytes of activations, matrices and the weights at work; `None` where there is no rule for them.
     pub memory: Option<u64>,
     /// Bytes of the weight files that it writes.
     pub output: u64,

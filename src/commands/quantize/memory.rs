@@ -1,11 +1,11 @@
 //! How much memory a run will take, told before it starts.
 
 use crate::model::Model;
-use crate::model::block::Stage;
-use crate::recipe::Method;
+use crate::model::block::{Block, Stage};
+use crate::recipe::{Method, Rounding};
 
-/// Bytes of activations, statistics and factors at the widest stage, for `tokens` of calibration; what the
-/// mapped files take is not counted, the system can drop it.
+/// Bytes of activations, statistics and factors at the widest stage, for `tokens` of calibration, and of the weights at
+/// work; what the mapped files take is not counted, the system can drop it.
 pub fn estimate(model: &Model, method: &Method, tokens: usize) -> u64 {
     let course = method.course();
     let streams = 1 + u64::from(course.drift) + u64::from(!course.true_sequential);
@@ -28,7 +28,21 @@ pub fn estimate(model: &Model, method: &Method, tokens: usize) -> u64 {
         Some(_) => tokens as u64 * 2 * (model.config.kv_heads * model.config.head_dim) as u64 * 4,
         None => 0,
     };
-    activations + matrices + transform + cache
+    activations + matrices + transform + cache + at_work(block, method)
+}
+
+/// Bytes of what becomes of a block's weights: the linears of a stage at a time are rounded, and the finished ones wait
+/// for the others.
+fn at_work(block: &Block, method: &Method) -> u64 {
+    let per_weight = match method.rounding {
+        // f32: the weight, a copy in the order it is taken, points of the grid as floats; then codes in bytes.
+        Rounding::Gptq { .. } | Rounding::Rtn { .. } => 4 + 4 + 4 + 1,
+        // The weight, what error feedback moves, and codes.
+        Rounding::Float8 { .. } => 4 + 4 + 1,
+    };
+    let stages = Stage::ALL.map(|stage| block.linears(stage).iter().map(|linear| linear.rows * linear.cols).sum());
+    let finished = stages.iter().sum::<usize>() as u64 * u64::from(method.scheme().bits) / 8;
+    stages.into_iter().max().unwrap_or(0) as u64 * per_weight + finished
 }
 
 /// How many of `windows` windows of `length` tokens fit into `free` bytes; `None` if not even one does.
