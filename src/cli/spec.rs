@@ -37,8 +37,21 @@ pub struct SpecArgs {
     /// Branch, tag or commit of a hub draft [default: main]
     #[arg(long, value_name = "REVISION", requires = "draft")]
     pub draft_revision: Option<String>,
+    #[command(flatten)]
+    pub pair: PairArgs,
+    /// Exit with 1 if a smaller share of the proposed tokens is accepted, 0 to 1. Next to none is always a failure
+    #[arg(long, value_name = "SHARE", value_parser = parse_whole_share)]
+    pub min_acceptance: Option<f64>,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How a target and its draft are measured.
+#[derive(Clone, Debug, Args)]
+pub struct PairArgs {
     /// Tokens proposed at a time in the main figures, 1 to 8; a table has them all
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = parse_ahead_count)]
+    #[arg(long, value_name = "N", default_value_t = PairArgs::default().num_speculative_tokens, value_parser = parse_ahead_count)]
     pub num_speculative_tokens: usize,
     /// Text to read with both, and to cut prompts from [default: built-in held-out text]
     #[arg(long, value_name = "FILE")]
@@ -47,28 +60,28 @@ pub struct SpecArgs {
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
     /// Prompts at most
-    #[arg(long, default_value_t = 32, value_parser = parse_count)]
+    #[arg(long, default_value_t = PairArgs::default().max_prompts, value_parser = parse_count)]
     pub max_prompts: usize,
     /// Tokens of a prompt that is cut from the text
-    #[arg(long, default_value_t = 32, value_parser = parse_count)]
+    #[arg(long, default_value_t = PairArgs::default().prompt_tokens, value_parser = parse_count)]
     pub prompt_tokens: usize,
     /// Tokens to write after each prompt at most
-    #[arg(long, default_value_t = 96, value_parser = parse_count)]
+    #[arg(long, default_value_t = PairArgs::default().max_tokens, value_parser = parse_count)]
     pub max_tokens: usize,
     /// Windows of the text that both read, of 512 tokens or what the context allows
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = PairArgs::default().max_windows)]
     pub max_windows: usize,
     /// 0 takes the likeliest token every time
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = PairArgs::default().temperature, allow_negative_numbers = true)]
     pub temperature: f64,
     /// Sample from the likeliest tokens that together reach this probability
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = PairArgs::default().top_p)]
     pub top_p: f64,
     /// Sample from this many likeliest tokens; 0 for all
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = PairArgs::default().top_k)]
     pub top_k: usize,
     /// Seed of sampling
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = PairArgs::default().seed)]
     pub seed: u64,
     #[command(flatten)]
     pub cache: CacheTypeArgs,
@@ -78,12 +91,26 @@ pub struct SpecArgs {
     /// BOS: auto, none, window, once (both of which start each prompt with one)
     #[arg(long, default_value = "auto", value_parser = parse_bos)]
     pub bos: BosMode,
-    /// Exit with 1 if a smaller share of the proposed tokens is accepted, 0 to 1. Next to none is always a failure
-    #[arg(long, value_name = "SHARE", value_parser = parse_whole_share)]
-    pub min_acceptance: Option<f64>,
-    /// One JSON object on stdout, nothing else
-    #[arg(long)]
-    pub json: bool,
+}
+
+impl Default for PairArgs {
+    fn default() -> Self {
+        Self {
+            num_speculative_tokens: 4,
+            text: None,
+            prompts: None,
+            max_prompts: 32,
+            prompt_tokens: 32,
+            max_tokens: 96,
+            max_windows: 16,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            seed: 0,
+            no_speed: false,
+            bos: BosMode::Auto,
+        }
+    }
 }
 
 fn parse_ahead(text: &str) -> Result<Ahead, String> {

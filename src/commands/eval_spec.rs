@@ -14,8 +14,7 @@ use crate::calibrate::corpus::Corpus;
 use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
-use crate::cli::serving::ScalesArg;
-use crate::cli::spec::SpecArgs;
+use crate::cli::spec::{PairArgs, SpecArgs};
 use crate::engine::sampler::SamplerOptions;
 use crate::engine::speculate::Ahead;
 use crate::evaluate::acceptance::{Acceptance, Cost, Mean, NEAR_ZERO};
@@ -54,11 +53,10 @@ pub fn run(args: &SpecArgs, printer: Printer) -> Result<()> {
     let device = one(&args.model.device, CudaOptions::default(), printer)?;
     let target = open(&located.dir, device.clone(), printer)?;
     let found = draft::find(args.draft.as_deref(), args.draft_revision.as_deref(), &args.model, printer)?;
-    let ahead = Ahead::Fixed(args.num_speculative_tokens);
+    let ahead = Ahead::Fixed(args.pair.num_speculative_tokens);
     let draft = draft::open_for(&target, &found.dir, ahead, device, printer)?;
     interrupt::listen();
-    let caches = caches(args, &target, &draft, printer)?;
-    let figures = figures_in(args, &target, &draft, caches.as_ref(), printer)?;
+    let figures = figures(&args.pair, &target, &draft, printer)?;
     let report = Report {
         cache: caches.map(|[target, _]| target.kind),
         target: located.name,
@@ -91,17 +89,7 @@ fn caches(args: &SpecArgs, target: &Runnable, draft: &Runnable, printer: Printer
 }
 
 /// What comes of a target and its draft.
-pub fn figures(args: &SpecArgs, target: &Runnable, draft: &Runnable, printer: Printer) -> Result<Acceptance> {
-    figures_in(args, target, draft, None, printer)
-}
-
-fn figures_in(
-    args: &SpecArgs,
-    target: &Runnable,
-    draft: &Runnable,
-    caches: Option<&[Setting; 2]>,
-    printer: Printer,
-) -> Result<Acceptance> {
+pub fn figures(args: &PairArgs, target: &Runnable, draft: &Runnable, printer: Printer) -> Result<Acceptance> {
     let (prompts, windows) = texts(args, target, draft)?;
     let task = Task {
         prompts: &prompts,
@@ -126,7 +114,7 @@ fn figures_in(
 }
 
 /// Prompts, and windows of the text.
-pub fn texts(args: &SpecArgs, target: &Runnable, draft: &Runnable) -> Result<(Vec<Vec<u32>>, Vec<Window>)> {
+pub fn texts(args: &PairArgs, target: &Runnable, draft: &Runnable) -> Result<(Vec<Vec<u32>>, Vec<Window>)> {
     let (tokenizer, checkpoint) = (target.tokenizer()?, target.model.checkpoint());
     let context = target.model.config.max_positions.min(draft.model.config.max_positions);
     let bos = args.bos.settle(tokenizer, target.model.config.family.needs_bos, BosHabit::Window)?;

@@ -1,22 +1,20 @@
 //! Speculative decoding with the artifact: verifying what a draft proposes, and proposing to its own source.
 
-use anyhow::{Result, bail};
-use clap::Parser;
+use anyhow::Result;
 
 use super::super::eval_spec;
 use super::super::open::Runnable;
 use super::super::task::Task;
-use crate::cli::args::{Cli, Command, EvalCommand};
 use crate::cli::print::Printer;
-use crate::cli::spec::SpecArgs;
+use crate::cli::spec::PairArgs;
 use crate::cli::validation::ValidateArgs;
 use crate::evaluate::acceptance::{Acceptance as Figures, Speed, expected_length};
 use crate::report::{Acceptance, Check, Role, Speedup, Status};
 
 /// Less than `eval spec` takes by itself: a report has to wait for it.
-const PROMPTS: &str = "16";
-const TOKENS: &str = "48";
-const WINDOWS: &str = "8";
+const PROMPTS: usize = 16;
+const TOKENS: usize = 48;
+const WINDOWS: usize = 8;
 
 /// A target and its draft, by name.
 pub struct Pair<'a> {
@@ -25,36 +23,29 @@ pub struct Pair<'a> {
     pub draft: (&'a str, &'a Runnable),
 }
 
-/// The measurement as `eval spec` would be asked for it.
-fn arguments(args: &ValidateArgs, role: Role) -> Result<SpecArgs> {
-    let ahead = args.num_speculative_tokens.to_string();
-    let mut argv: Vec<String> = ["quantkit", "eval", "spec", "--max-prompts", PROMPTS, "--max-tokens", TOKENS]
-        .into_iter()
-        .chain(["--max-windows", WINDOWS, "--num-speculative-tokens", &ahead])
-        .map(Into::into)
-        .collect();
-    if let Some(text) = args.texts.texts.first() {
-        argv.push(format!("--text={}", text.display()));
+/// What is measured of a pair.
+fn arguments(args: &ValidateArgs, role: Role) -> PairArgs {
+    PairArgs {
+        num_speculative_tokens: args.num_speculative_tokens.into(),
+        text: args.texts.texts.first().cloned(),
+        max_prompts: PROMPTS,
+        max_tokens: TOKENS,
+        max_windows: WINDOWS,
+        // The artifact as a draft tells how true it is; it is not meant to be fast.
+        no_speed: role == Role::Draft,
+        bos: args.texts.bos,
+        ..PairArgs::default()
     }
-    // The artifact as a draft tells how true it is; it is not meant to be fast.
-    if role == Role::Draft {
-        argv.push("--no-speed".into());
-    }
-    let Command::Eval(EvalCommand::Spec(mut spec)) = Cli::try_parse_from(argv)?.command else {
-        bail!("`eval spec` is another command");
-    };
-    spec.bos = args.texts.bos;
-    Ok(spec)
 }
 
 /// Refuses a text that gives no prompts, without running a model.
 pub fn check_text(args: &ValidateArgs, reference: &Runnable) -> Result<()> {
-    eval_spec::texts(&arguments(args, Role::Draft)?, reference, reference).map(drop)
+    eval_spec::texts(&arguments(args, Role::Draft), reference, reference).map(drop)
 }
 
 /// Measures a pair.
 pub fn measure(args: &ValidateArgs, pair: &Pair, text: &Task, printer: Printer) -> Result<(Acceptance, Check)> {
-    let spec = arguments(args, pair.role)?;
+    let spec = arguments(args, pair.role);
     let figures = eval_spec::figures(&spec, pair.target.1, pair.draft.1, printer)?;
     let text_sha256 = text.text_sha256.clone().unwrap_or_default();
     Ok((Acceptance { text_sha256, ..converted(pair, &figures) }, check(pair, &figures)))
