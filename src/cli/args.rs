@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Arg, ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
 pub use super::gguf::{ConvertArgs, ConvertTo, FloatArg, GgufArgs, ImatrixArgs, ImatrixForm};
 use super::methods::{AwqArgs, FormatArg, Fp8Args, KvCacheArg, SmoothquantArgs};
@@ -444,7 +444,11 @@ pub struct KlArgs {
     pub json: bool,
 }
 
+/// What one sequence would take no notice of is refused.
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("several").args(["prompts", "num_samples"]).multiple(true))]
+#[command(mut_arg("max_num_seqs", of_several), mut_arg("max_num_batched_tokens", of_several))]
+#[command(mut_arg("gpu_memory_utilization", of_several), mut_arg("swap_space", of_several))]
 pub struct GenerateArgs {
     #[command(flatten)]
     pub model: ModelArgs,
@@ -485,6 +489,11 @@ pub struct GenerateArgs {
     /// One JSON object on stdout, nothing else
     #[arg(long)]
     pub json: bool,
+}
+
+/// Shares of memory and of steps are for sequences side by side.
+fn of_several(arg: Arg) -> Arg {
+    arg.requires("several")
 }
 
 #[derive(Debug, Args)]

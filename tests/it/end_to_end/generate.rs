@@ -239,9 +239,19 @@ fn caches_and_prompts_that_make_no_sense() {
         &["max-num-batched-tokens 64"],
     );
     refused(&[&x[..], &["--kv-cache-memory-bytes", "100"]].concat(), &["gets 100 bytes", "a block of 16 tokens takes"]);
-    refused(&[&x[..], &["--gpu-memory-utilization", "0"]].concat(), &["leaves no key-value cache"]);
+    let none = ["--num-samples", "2", "--gpu-memory-utilization", "0"];
+    refused(&[&x[..], &none].concat(), &["leaves no key-value cache"]);
     let wrong =
         |args: &[&str], words: &[&str]| drop(scene.run(&[&["generate", "model"], args].concat()).ended(2).says(words));
     wrong(&[&x[..], &["--kv-cache-dtype", "bf16"]].concat(), &["there are f32, f16, fp8, fp8_e5m2, int8"]);
     wrong(&[&x[..], &["--prompts", "long.txt"]].concat(), &["cannot be used with"]);
+    // One sequence takes what it needs.
+    for option in [
+        ["--max-num-seqs", "4"],
+        ["--max-num-batched-tokens", "4096"],
+        ["--gpu-memory-utilization", "0.9"],
+        ["--swap-space", "1"],
+    ] {
+        wrong(&[&x[..], &option].concat(), &["not provided", "--prompts <FILE>", "--num-samples <N>"]);
+    }
 }
