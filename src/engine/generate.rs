@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 use super::cache::{Cache, CacheOptions, EngineError, SeqId};
-use super::pass::prompt;
+use super::pass::{Part, Wanted, pass, prompt};
 use super::sampler::{Sampler, SamplerError};
 use crate::backend::tensor::Tensor;
 use crate::model::{Model, ModelError};
@@ -75,12 +75,33 @@ impl<'a> Session<'a> {
         self.len == 0
     }
 
+    pub fn model(&self) -> &'a Model {
+        self.model
+    }
+
     /// Takes up `tokens`, at least one, and returns the logits after the last one, `[1, vocab]`. They hold until the
     /// next call.
     pub fn feed(&mut self, tokens: &[u32]) -> Result<Tensor, EngineError> {
         let logits = prompt(self.model, &mut self.cache, self.sequence, tokens)?;
         self.len += tokens.len();
         Ok(logits)
+    }
+
+    /// The same for few tokens, in one pass, with the logits after each of them.
+    pub fn feed_each(&mut self, tokens: &[u32]) -> Result<Tensor, EngineError> {
+        let part = Part { seq: self.sequence, tokens, wanted: Wanted::All };
+        let logits = pass(self.model, &mut self.cache, &[part])?;
+        self.len += tokens.len();
+        Ok(logits)
+    }
+
+    /// Forgets all but the first `len` tokens.
+    pub fn truncate(&mut self, len: usize) -> Result<(), EngineError> {
+        if len < self.len {
+            self.cache.truncate(self.sequence, len)?;
+            self.len = len;
+        }
+        Ok(())
     }
 }
 

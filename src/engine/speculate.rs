@@ -10,14 +10,13 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::cache::{Cache, CacheOptions, EngineError, SeqId};
-use super::generate::{GenerateError, Stop, broken, capacity, choose};
-use super::pass::{Part, Wanted, pass, prompt};
+use super::cache::{CacheOptions, EngineError};
+use super::generate::{GenerateError, Session, Stop, broken, capacity, choose};
 use super::rejection::{Verdict, verify};
 use super::sampler::{Sampler, SamplerError, greedy};
-use crate::backend::cache::LayerScales;
-use crate::backend::tensor::Tensor;
-use crate::model::Model;
+use crate::backend::cache::CacheType;
+use crate::model::source::SourceError;
+use crate::model::{Model, ModelError};
 
 /// Most proposals at a time where their number adapts.
 const MOST_AHEAD: usize = 8;
@@ -133,45 +132,6 @@ pub fn weights(model: &Model) -> f64 {
     blocks + model.config.vocab as f64 * model.config.hidden as f64
 }
 
-/// A model and the one sequence that it reads.
-struct Reader<'a> {
-    model: &'a Model,
-    cache: Cache<'a>,
-    sequence: SeqId,
-    len: usize,
-}
-
-impl<'a> Reader<'a> {
-    fn new(model: &'a Model, options: CacheOptions) -> Result<Self, EngineError> {
-        let mut cache = Cache::new(model, options)?;
-        let sequence = cache.add();
-        Ok(Self { model, cache, sequence, len: 0 })
-    }
-
-    /// The logits after the last token, however many there are.
-    fn read(&mut self, tokens: &[u32]) -> Result<Tensor, EngineError> {
-        let logits = prompt(self.model, &mut self.cache, self.sequence, tokens)?;
-        self.len += tokens.len();
-        Ok(logits)
-    }
-
-    /// The logits after each token, of which there are few.
-    fn read_each(&mut self, tokens: &[u32]) -> Result<Tensor, EngineError> {
-        let part = Part { seq: self.sequence, tokens, wanted: Wanted::All };
-        let logits = pass(self.model, &mut self.cache, &[part])?;
-        self.len += tokens.len();
-        Ok(logits)
-    }
-
-    fn forget(&mut self, len: usize) -> Result<(), EngineError> {
-        if len < self.len {
-            self.cache.truncate(self.sequence, len)?;
-            self.len = len;
-        }
-        Ok(())
-    }
-}
-
 /// Generates up to `limit` tokens after `text` as the target would; each goes to `each`, which may stop it with `false`.
 pub fn generate(
     target: &Model,
@@ -195,14 +155,14 @@ pub fn generate(
     other.kind = own.kind;
     other.scales.clone_from(&with.draft_scales);
     let mut pair = Pair {
-        target: Reader::new(target, own)?,
-        draft: Reader::new(draft, other).map_err(of_draft)?,
+        target: Session::with(target, own)?,
+        draft: Session::with(draft, other).map_err(of_draft)?,
         room: draft.config.max_positions,
         tokens: text.to_vec(),
     };
     let mut pace = Pace::new(ahead, target.backend().few_rows() - 1, weights(draft) / weights(target));
     pace.measured = sampler.is_greedy();
-    let logits = pair.target.read(text)?;
+    let logits = pair.target.feed(text)?;
     let first = choose(target, sampler, &logits).map_err(GenerateError::from)?;
     let mut next = first.map_err(|error| broken(target, text, error))?;
     // The draft reads the prompt here, where neither `each` nor a clock of its caller sees it.
@@ -218,7 +178,7 @@ pub fn generate(
             return Ok((Stop::Caller, told));
         }
         written += 1;
-        if pair.target.len == target.config.max_positions {
+        if pair.target.len() == target.config.max_positions {
             return Ok((Stop::Context, told));
         }
         if written == limit {
@@ -230,7 +190,7 @@ pub fn generate(
         let of_draft = (pair.room + 1).saturating_sub(pair.tokens.len());
         let count = pace.next().min(most).min(of_draft);
         if count > 0 {
-            let (began, prompt) = (Instant::now(), pair.draft.len == 0);
+            let (began, prompt) = (Instant::now(), pair.draft.is_empty());
             pair.catch_up(1)?;
             told.draft_seconds += if prompt { 0.0 } else { began.elapsed().as_secs_f64() };
         }
@@ -257,9 +217,9 @@ pub fn generate(
             written += 1;
             pair.tokens.push(token);
         }
-        pair.target.forget(pair.tokens.len())?;
-        let kept = pair.draft.len.min(pair.tokens.len());
-        pair.draft.forget(kept).map_err(|error| SpeculateError::Draft(error.into()))?;
+        pair.target.truncate(pair.tokens.len())?;
+        let kept = pair.draft.len().min(pair.tokens.len());
+        pair.draft.truncate(kept).map_err(|error| SpeculateError::Draft(error.into()))?;
         next = verdict.next;
     }
 }
@@ -273,8 +233,8 @@ struct Proposed {
 
 /// Both models on the same text. The target has read all of `tokens` but the last, the draft perhaps fewer.
 struct Pair<'a> {
-    target: Reader<'a>,
-    draft: Reader<'a>,
+    target: Session<'a>,
+    draft: Session<'a>,
     /// Tokens that the draft can read.
     room: usize,
     tokens: Vec<u32>,
@@ -285,11 +245,11 @@ impl Pair<'_> {
     /// left to the next proposal, and so are two, as there are wherever all proposals stood.
     fn catch_up(&mut self, but: usize) -> Result<(), SpeculateError> {
         let of_draft = |error: EngineError| SpeculateError::Draft(error.into());
-        let unread = &self.tokens[self.draft.len..self.tokens.len() - but];
-        if self.draft.len == 0 || unread.len() > 1 {
-            let logits = self.draft.read(unread).map_err(of_draft)?;
+        let unread = &self.tokens[self.draft.len()..self.tokens.len() - but];
+        if self.draft.is_empty() || unread.len() > 1 {
+            let logits = self.draft.feed(unread).map_err(of_draft)?;
             // Waits for a device to be done.
-            self.draft.model.backend().argmax(&logits).map_err(|error| of_draft(error.into()))?;
+            self.draft.model().backend().argmax(&logits).map_err(|error| of_draft(error.into()))?;
         }
         Ok(())
     }
@@ -298,12 +258,12 @@ impl Pair<'_> {
         let mut proposed = Proposed::default();
         let Self { draft, tokens, .. } = self;
         for i in 0..count {
-            let unread = if i == 0 { &tokens[draft.len..] } else { &proposed.tokens[i - 1..] };
-            let logits = draft.read(unread).map_err(|error| SpeculateError::Draft(error.into()))?;
+            let unread = if i == 0 { &tokens[draft.len()..] } else { &proposed.tokens[i - 1..] };
+            let logits = draft.feed(unread).map_err(|error| SpeculateError::Draft(error.into()))?;
             let chosen = if sampler.is_greedy() {
-                choose(draft.model, sampler, &logits)
+                choose(draft.model(), sampler, &logits)
             } else {
-                let logits = draft.model.backend().download(&logits).map_err(|e| EngineError::from(e).into());
+                let logits = draft.model().backend().download(&logits).map_err(|e| EngineError::from(e).into());
                 let drawn = sampler.distribution(&logits.map_err(SpeculateError::Draft)?).map(|distribution| {
                     let token = sampler.draw(&distribution);
                     proposed.distributions.push(distribution);
@@ -314,7 +274,7 @@ impl Pair<'_> {
             let chosen = chosen.map_err(|error| SpeculateError::Draft(error.into()))?;
             let failed = |error| {
                 let seen = [&tokens[..], &proposed.tokens].concat();
-                SpeculateError::Draft(broken(draft.model, &seen, error))
+                SpeculateError::Draft(broken(draft.model(), &seen, error))
             };
             proposed.tokens.push(chosen.map_err(failed)?);
         }
@@ -324,8 +284,8 @@ impl Pair<'_> {
     /// Reads the last token and the proposals, and decides over those.
     fn judge(&mut self, proposed: &Proposed, sampler: &mut Sampler) -> Result<Verdict, SpeculateError> {
         let Some(last) = self.tokens.last() else { return Ok(Verdict { accepted: 0, next: 0 }) };
-        let backend = self.target.model.backend();
-        let logits = self.target.read_each(&[std::slice::from_ref(last), &proposed.tokens].concat())?;
+        let backend = self.target.model().backend();
+        let logits = self.target.feed_each(&[std::slice::from_ref(last), &proposed.tokens].concat())?;
         let verdict = if sampler.is_greedy() {
             let likeliest = backend.argmax(&logits).map_err(EngineError::from)?;
             let stands = |(token, likeliest): &(&u32, &Option<u32>)| **likeliest == Some(**token);
@@ -339,13 +299,13 @@ impl Pair<'_> {
             }
         } else {
             let logits = backend.download(&logits).map_err(EngineError::from)?;
-            let rows = logits.chunks(self.target.model.config.vocab);
+            let rows = logits.chunks(self.target.model().config.vocab);
             let target = rows.map(|row| sampler.distribution(row)).collect::<Result<Vec<_>, SamplerError>>();
             target.map(|target| verify(sampler, &proposed.tokens, &proposed.distributions, &target))
         };
         Ok(verdict.map_err(|error| {
             let seen = [&self.tokens[..], &proposed.tokens].concat();
-            broken(self.target.model, &seen, error)
+            broken(self.target.model(), &seen, error)
         })?)
     }
 }
