@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::weights::{Compared, median};
+use super::weights::{Compared, Factor, median};
 use super::{Findings, Side};
 use crate::tensor::widened;
 
@@ -16,6 +16,28 @@ const FOLD_SLACK: f64 = 0.1;
 /// square of the sine between a row and its reference.
 const LEVEL_SLACK: f64 = 0.08;
 const LEVEL_BY_SINE: f64 = 2.0;
+
+/// Root mean square, in logarithms, up to which linears of one norm may be scaled alike,
+const TOGETHER_SLACK: f64 = 0.008;
+/// the more the coarser the grid, in parts of the squared relative error of a column: what is small beside its group is
+/// shrunk in all of them, and drift correction moves columns of all of them. What is seen of honest artifacts, of every
+/// method and of other programs, is up to 0.7 of the sum.
+const TOGETHER_BY_ERROR: f64 = 0.15;
+/// Squared relative error of a column, in parts of the median, from which on it is too small for its groups.
+const TOO_SMALL: f64 = 2.25;
+/// Standard errors from which on that is no chance.
+const SIGNIFICANT: f64 = 6.0;
+/// Median deviations at which a channel stands out; three standard deviations of a normal distribution.
+const STANDS_OUT: f64 = 4.4;
+
+/// Linears that read a norm. In some the rows are scaled, too.
+const AFTER_ATTENTION_NORM: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+const AFTER_MLP_NORM: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
+
+/// Whether a linear reads a norm.
+pub fn reads_norm(module: &str) -> bool {
+    AFTER_ATTENTION_NORM.iter().chain(&AFTER_MLP_NORM).any(|reader| module.ends_with(reader))
+}
 
 type Modules<'a> = BTreeMap<&'a str, &'a Compared>;
 
@@ -113,7 +135,11 @@ impl<'a> Folds<'a> {
             for (norm, readers) in self.readers() {
                 if !changed.contains(&format!("{block}.{norm}.weight")) {
                     let sound = readers.iter().filter_map(|name| Some((*name, self.find(&block, name)?)));
-                    messages.extend(sound.filter_map(|(name, reader)| self.after_norm(layer, norm, name, reader)));
+                    let told: Vec<String> =
+                        sound.filter_map(|(name, reader)| self.after_norm(layer, norm, name, reader)).collect();
+                    // Each by itself is no proof where scales are gentle; together they are.
+                    let together = if told.is_empty() { self.together(layer, norm) } else { None };
+                    messages.extend(told.into_iter().chain(together));
                 }
             }
             for (first, second) in [("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj")] {
@@ -155,6 +181,50 @@ impl<'a> Folds<'a> {
         })
     }
 
+    /// Linears that read the same norm, and columns of theirs that are scaled alike beyond what the norm takes back.
+    ///
+    /// What rounding does to a column of one linear says nothing of the same column of another, and neither does error
+    /// feedback, whose errors come from each linear's own codes: by how much factors of columns vary together is what
+    /// all of them were multiplied by.
+    fn together(&self, layer: usize, norm: &str) -> Option<String> {
+        let block = self.artifact.config.block_path(layer);
+        let names: &[&str] = match norm == self.readers()[0].0 {
+            true => &AFTER_ATTENTION_NORM,
+            false => &AFTER_MLP_NORM,
+        };
+        let before = self.norm(layer, norm)?;
+        let sound = |reader: &&Compared| !reader.failed && reader.factors.len() == before.len();
+        let found: Vec<&Compared> = names.iter().filter_map(|name| self.find(&block, name)).filter(sound).collect();
+        let worst = |c: usize| found.iter().map(|reader| reader.factors[c].error).fold(0.0, f64::max);
+        let errors: Vec<f64> = (0..before.len()).map(worst).collect();
+        let error = median(&mut errors.clone());
+        let counts: Vec<bool> = errors.iter().map(|worst| worst.is_finite() && *worst <= TOO_SMALL * error).collect();
+        let off: Vec<Vec<f64>> = found.iter().map(|reader| deviations(&reader.factors, &before, &counts)).collect();
+        let channels = off.first().map_or(0, Vec::len).max(1) as f64;
+        let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>() / channels;
+        let (mut shared, mut variance, mut pairs) = (0.0, 0.0, 0.0);
+        for (i, one) in off.iter().enumerate() {
+            for other in &off[i + 1..] {
+                shared += product(one, other);
+                variance += product(one, one) * product(other, other) / channels;
+                pairs += 1.0;
+            }
+        }
+        let explained = TOGETHER_SLACK + TOGETHER_BY_ERROR * error;
+        let scaled = (shared / pairs).max(0.0).sqrt();
+        (pairs > 0.0 && scaled > explained && shared > SIGNIFICANT * variance.sqrt()).then(|| {
+            let name = |reader: &&Compared| reader.error.module.rsplit('.').next().unwrap_or_default().to_string();
+            let names: Vec<String> = found.iter().map(name).collect();
+            format!(
+                "`{block}.{norm}`: inputs of {} were scaled alike (by {:.1} %, root mean square, where rounding explains \
+                 {:.1} %), and it does not take that back; quantize the layer again",
+                names.join(", "),
+                100.0 * scaled,
+                100.0 * explained
+            )
+        })
+    }
+
     /// Scales between two linears, which no norm shows.
     fn between(&self, layer: usize, first: &str, second: &str) -> Option<String> {
         let config = self.artifact.config;
@@ -188,6 +258,16 @@ impl<'a> Folds<'a> {
             )
         })
     }
+}
+
+/// How far, in logarithms, the factors of columns that count are from their middle, those of the channels before them
+/// taken out. Few that stand out count no more than others do.
+fn deviations(factors: &[Factor], before: &[f64], counts: &[bool]) -> Vec<f64> {
+    let counting = factors.iter().zip(before).zip(counts).filter(|(_, counts)| **counts);
+    let logs: Vec<f64> = counting.map(|((factor, before), _)| factor.value.ln() + before).collect();
+    let middle = median(&mut logs.clone());
+    let most = STANDS_OUT * spread(&logs);
+    logs.into_iter().map(|log| (log - middle).clamp(-most, most)).collect()
 }
 
 /// Logarithms of scales, with those of the channels before them.

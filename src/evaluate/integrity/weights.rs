@@ -11,6 +11,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::folds::reads_norm;
 use super::{Findings, Side};
 use crate::backend::weight::{Gptq, Weight};
 
@@ -67,6 +68,17 @@ pub struct Compared {
     /// By how much columns and rows are larger than the reference's; 1 where there is nothing to compare.
     pub columns: Vec<f64>,
     pub rows: Vec<f64>,
+    /// The factor of each column by which the reference's comes nearest, rows scaled; empty where there is nothing to
+    /// compare, or no norm before it.
+    pub factors: Vec<Factor>,
+}
+
+/// A factor of a column, as the weights of its rows tell it.
+#[derive(Clone, Copy, Debug)]
+pub struct Factor {
+    pub value: f64,
+    /// Square of what rounding has left of the difference, in parts of the column; infinite where there is no factor.
+    pub error: f64,
 }
 
 /// Messages on their way, of all modules.
@@ -148,6 +160,7 @@ fn one(module: &str, own: &Weight, wanted: &Weight, told: &mut Told) -> Compared
         },
         rows: vec![1.0; rows],
         columns,
+        factors: Vec::new(),
     };
     if let (Weight::Dense(one), Weight::Dense(other)) = (own, wanted)
         && one.dtype == other.dtype
@@ -200,8 +213,36 @@ fn one(module: &str, own: &Weight, wanted: &Weight, told: &mut Told) -> Compared
             bits: None,
         },
         rows: seen.iter().map(|row| row.scale).collect(),
+        factors: if reads_norm(module) { factors(own, wanted, &seen) } else { Vec::new() },
         columns,
     }
+}
+
+/// Columns against those of the reference, by least squares over the rows, each row of the reference scaled as it is
+/// seen.
+fn factors(own: &Weight, wanted: &Weight, seen: &[Row]) -> Vec<Factor> {
+    let cols = own.cols();
+    let parts: Vec<Vec<[f64; 3]>> = panels(own.rows())
+        .map(|range| {
+            let mut sums = vec![[0.0; 3]; cols];
+            let (one, other) = (panel(own, range.clone()), panel(wanted, range.clone()));
+            for (n, (one, other)) in range.zip(one.chunks_exact(cols).zip(other.chunks_exact(cols))) {
+                for ((sum, &y), &x) in sums.iter_mut().zip(one).zip(other) {
+                    let (x, y) = (seen[n].scale * f64::from(x), f64::from(y));
+                    *sum = [sum[0] + x * x, sum[1] + x * y, sum[2] + y * y];
+                }
+            }
+            sums
+        })
+        .collect();
+    let mut all = vec![[0.0; 3]; cols];
+    parts.iter().for_each(|part| all.iter_mut().zip(part).for_each(|(a, b)| (0..3).for_each(|i| a[i] += b[i])));
+    let factor = |[xx, xy, yy]: [f64; 3]| {
+        let value = xy / xx;
+        let error = (yy - value * xy).max(0.0) / (value * xy);
+        Factor { value, error: if value > 0.0 && error.is_finite() { error } else { f64::INFINITY } }
+    };
+    all.into_iter().map(factor).collect()
 }
 
 fn panels(rows: usize) -> impl IndexedParallelIterator<Item = Range<usize>> {
