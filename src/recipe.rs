@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::calibrate::cache::Sharing;
 use crate::calibrate::driver::{Course, Needs};
 use crate::format::layout::{InputsKind, KvScales, Tile};
 use crate::quantize::gptq::GptqOptions;
@@ -97,7 +98,10 @@ impl Method {
             gram: matches!(self.rounding, Rounding::Gptq { .. } | Rounding::Float8 { feedback: true, .. }),
             diagonal: self.grid() == Grid::Hessian,
             abs_max: self.activations.is_static() || (!self.activations.is_float() && self.transform.is_some()),
-            cache: self.kv_cache.is_some(),
+            cache: self.kv_cache.map(|kind| match kind {
+                KvScales::Tensor => Sharing::Layer,
+                KvScales::Head => Sharing::Head,
+            }),
         }
     }
 

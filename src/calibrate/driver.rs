@@ -4,6 +4,8 @@
 
 use std::sync::Arc;
 
+use super::cache::{self, Sharing};
+use crate::backend::cache::LayerScales;
 use crate::backend::tensor::Tensor;
 use crate::backend::{Backend, Batch, DeviceError, Drift, Gram, Matrix, spans_of};
 use crate::model::block::{Block, Chunk, Stage};
@@ -21,8 +23,8 @@ pub struct Needs {
     pub diagonal: bool,
     /// The largest magnitude of each channel of those inputs.
     pub abs_max: bool,
-    /// Those of keys and values.
-    pub cache: bool,
+    /// Scales for a cache of keys and values in E4M3.
+    pub cache: Option<Sharing>,
 }
 
 /// What the driver asks on its way. All matrices are those of `block.linears(stage)`, in that order.
@@ -44,7 +46,7 @@ pub trait Quantizing {
     fn quantize(&mut self, block: &Block, stage: Stage, inputs: &Inputs) -> Result<Vec<Matrix>, Self::Error>;
 
     /// The block is through; nothing of it is needed any more.
-    fn finished(&mut self, block: &Block, cache: Option<CacheRange>) -> Result<(), Self::Error>;
+    fn finished(&mut self, block: &Block, cache: Option<LayerScales>) -> Result<(), Self::Error>;
 }
 
 /// Statistics of the inputs of one stage.
@@ -66,13 +68,6 @@ impl Inputs {
     pub fn dead(&self) -> usize {
         self.diagonal.iter().filter(|h| **h == 0.0).count()
     }
-}
-
-/// The largest magnitude of each channel of what a block's cache would take up: rotated keys, and values.
-#[derive(Clone, Debug, PartialEq)]
-pub struct CacheRange {
-    pub keys: Vec<f32>,
-    pub values: Vec<f32>,
 }
 
 /// How the driver goes.
@@ -101,12 +96,12 @@ pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], course: Course, j
         model.enter(original)?;
         let prepared = job.prepare(model, original, &chunks[..count])?;
         let block = prepared.as_ref().unwrap_or(original);
-        let mut range = None;
+        let mut scales = None;
         let mut one_stage = |stage, inputs: &[Tensor], job: &mut Q| {
             let (inputs, originals) = inputs.split_at(count);
             let weights = one_stage(model, block, stage, inputs, originals, job)?;
-            if stage == Stage::Qkv && job.needs().cache {
-                range = Some(cache_range(model, block, &batches, inputs, &weights)?);
+            if let (Stage::Qkv, Some(sharing)) = (stage, job.needs().cache) {
+                scales = Some(cache::scales(model, block, &batches, inputs, &weights, sharing)?);
             }
             Ok::<_, Q::Error>(weights)
         };
@@ -126,7 +121,7 @@ pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], course: Course, j
             block.run::<Q::Error>(model, &mut chunks, None, &mut |_, _| Ok(swaps.next()))?;
         }
         model.leave(original);
-        job.finished(block, range)?;
+        job.finished(block, scales)?;
     }
     Ok(())
 }
@@ -189,22 +184,6 @@ pub fn abs_max(backend: &dyn Backend, xs: &[Tensor]) -> Result<Vec<f32>, DeviceE
         }
     }
     Ok(most)
-}
-
-fn cache_range(
-    model: &Model,
-    block: &Block,
-    batches: &[Arc<Batch>],
-    inputs: &[Tensor],
-    weights: &[Matrix],
-) -> Result<CacheRange, ModelError> {
-    let (mut keys, mut values) = (Vec::new(), Vec::new());
-    for (batch, x) in batches.iter().zip(inputs) {
-        let [_, k, v] = block.queries_keys_values(model, batch, x, Some(weights))?;
-        keys.push(k);
-        values.push(v);
-    }
-    Ok(CacheRange { keys: abs_max(model.backend(), &keys)?, values: abs_max(model.backend(), &values)? })
 }
 
 /// What part of a sample is its first chunk, where many things can be tried in little time.

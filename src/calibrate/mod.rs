@@ -1,4 +1,5 @@
 //! Corpus to token windows, and the block-by-block driver.
 
+pub mod cache;
 pub mod corpus;
 pub mod driver;

@@ -12,12 +12,13 @@ use super::task::Task;
 use super::validate::texts;
 use crate::backend::cache::{CacheType, LayerScales};
 use crate::backend::cuda::CudaOptions;
+use crate::calibrate::cache::Sharing;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::cli::validation::{KvArgs, TextArgs};
-use crate::evaluate::cache_error::{HeadErrors, Ranges, Setting, head_errors, predictions};
+use crate::evaluate::cache_error::{HeadErrors, Setting, head_errors, predictions};
 use crate::evaluate::divergence::Divergence;
 use crate::report::{Cache, CacheErrors, ScaleSource, number};
 
@@ -148,34 +149,33 @@ fn settings(
     kinds: &[CacheType],
     printer: Printer,
 ) -> Result<Vec<(ScaleSource, Setting)>> {
-    let mut all = Vec::new();
-    let mut ranges = None;
-    let mut found = |runnable: &Runnable, how: &TextArgs, printer: Printer| -> Result<Ranges> {
-        if ranges.is_none() {
-            ranges = Some(kv_cache::ranges(runnable, how.bos, printer)?);
-        }
-        Ok(ranges.clone().unwrap_or_default())
+    let (mut all, mut wanted) = (Vec::new(), Vec::new());
+    let mut to_find = |all: &mut Vec<_>, kind, sharing| {
+        let source = match sharing {
+            Sharing::Layer => ScaleSource::Proposed,
+            Sharing::Head => ScaleSource::ProposedPerHead,
+        };
+        wanted.push((kind, sharing));
+        all.push((source, kind, None));
     };
     for (i, &kind) in kinds.iter().enumerate() {
         if kind == CacheType::F16 || kinds[..i].contains(&kind) {
             continue;
         }
-        let mut add = |source, scales: Option<Arc<[LayerScales]>>| all.push((source, Setting { kind, scales }));
         match kind {
-            CacheType::F32 | CacheType::F16 => add(ScaleSource::None, None),
-            CacheType::Fp8E5m2 => add(ScaleSource::Unit, None),
+            CacheType::F32 | CacheType::F16 => all.push((ScaleSource::None, kind, None)),
+            CacheType::Fp8E5m2 => all.push((ScaleSource::Unit, kind, None)),
             CacheType::Int8 => {
-                add(ScaleSource::Dynamic, None);
-                add(ScaleSource::ProposedPerHead, Some(found(runnable, how, printer)?.scales(kind, true)));
+                all.push((ScaleSource::Dynamic, kind, None));
+                to_find(&mut all, kind, Sharing::Head);
             }
             CacheType::Fp8E4m3 => {
-                add(ScaleSource::Unit, None);
+                all.push((ScaleSource::Unit, kind, None));
                 if let Some(scales) = runnable.model.cache_scales(kind)? {
-                    add(ScaleSource::Calibrated, Some(scales));
+                    all.push((ScaleSource::Calibrated, kind, Some(scales)));
                 } else {
-                    let ranges = found(runnable, how, printer)?;
-                    add(ScaleSource::Proposed, Some(ranges.scales(kind, false)));
-                    add(ScaleSource::ProposedPerHead, Some(ranges.scales(kind, true)));
+                    to_find(&mut all, kind, Sharing::Layer);
+                    to_find(&mut all, kind, Sharing::Head);
                 }
             }
         }
@@ -183,7 +183,14 @@ fn settings(
     if all.is_empty() {
         bail!("--kv-cache-dtype: name a type beside f16, which all are held against");
     }
-    Ok(all)
+    let found = if wanted.is_empty() { Vec::new() } else { kv_cache::calibrated(runnable, how.bos, &wanted, printer)? };
+    let mut found = found.into_iter();
+    let one = |(source, kind, scales): (ScaleSource, CacheType, Option<Arc<[LayerScales]>>)| {
+        let proposed = matches!(source, ScaleSource::Proposed | ScaleSource::ProposedPerHead);
+        let scales = if proposed { found.next() } else { scales };
+        (source, Setting { kind, scales })
+    };
+    Ok(all.into_iter().map(one).collect())
 }
 
 /// The figures for people.

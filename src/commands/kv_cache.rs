@@ -6,12 +6,13 @@ use anyhow::{Context, Result, bail};
 
 use super::open::{Measurement, Runnable, settle};
 use crate::backend::cache::{CacheType, LayerScales};
+use crate::calibrate::cache::Sharing;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::cli::serving::{CacheArgs, CacheTypeArgs, ScalesArg};
 use crate::engine::cache::{CacheOptions, Room};
-use crate::evaluate::cache_error::{self, Ranges, Setting};
+use crate::evaluate::cache_error::{self, Setting};
 use crate::evaluate::windows::{Convention, Window, plan};
 use crate::model::tokenizer::BosMode;
 
@@ -65,7 +66,7 @@ pub fn setting(args: &CacheTypeArgs, runnable: &Runnable, printer: Printer) -> R
                  take `{option} calibrated`"
             )
         })?),
-        ScalesArg::Calibrated => Some(ranges(runnable, BosMode::Auto, printer)?.scales(kind, true)),
+        ScalesArg::Calibrated => Some(by_head(runnable, kind, printer)?),
     };
     Ok(Setting { kind, scales })
 }
@@ -82,17 +83,25 @@ pub fn draft_scales(
         ScalesArg::Auto if kind != CacheType::Fp8E4m3 => Ok(None),
         ScalesArg::None => Ok(None),
         ScalesArg::Auto | ScalesArg::Stored => draft.model.cache_scales(kind).context("the draft"),
-        ScalesArg::Calibrated => {
-            Ok(Some(ranges(draft, BosMode::Auto, printer).context("the draft")?.scales(kind, true)))
-        }
+        ScalesArg::Calibrated => Ok(Some(by_head(draft, kind, printer).context("the draft")?)),
     }
 }
 
-/// The ranges of keys and values on the built-in calibration text.
-pub fn ranges(runnable: &Runnable, bos: BosMode, printer: Printer) -> Result<Ranges> {
+fn by_head(runnable: &Runnable, kind: CacheType, printer: Printer) -> Result<Arc<[LayerScales]>> {
+    let mut found = calibrated(runnable, BosMode::Auto, &[(kind, Sharing::Head)], printer)?;
+    found.pop().context("scales of one kind")
+}
+
+/// Scales found on the built-in calibration text, for each type and what shares a scale in it.
+pub fn calibrated(
+    runnable: &Runnable,
+    bos: BosMode,
+    wanted: &[(CacheType, Sharing)],
+    printer: Printer,
+) -> Result<Vec<Arc<[LayerScales]>>> {
     let windows = calibration(runnable, bos)?;
     let mut steps = printer.steps("cache: scales", 0);
-    Ok(cache_error::ranges(&runnable.model, &windows, &mut |done, total| {
+    Ok(cache_error::calibrated(&runnable.model, &windows, wanted, &mut |done, total| {
         steps.set(done as u64, total as u64);
         Ok(interrupt::check()?)
     })?)

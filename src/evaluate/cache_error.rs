@@ -17,6 +17,7 @@ use super::windows::Window;
 use crate::backend::cache::{CacheType, LayerScales, rounded};
 use crate::backend::tensor::Tensor;
 use crate::backend::{Batch, DeviceError, spans_of};
+use crate::calibrate::cache::{Most, Search, Sharing};
 use crate::engine::cache::{Cache, CacheOptions, EngineError};
 use crate::engine::logits::rows_at_once;
 use crate::engine::pass::{Part, Wanted, pass};
@@ -60,49 +61,37 @@ pub struct HeadErrors {
     pub output: Vec<Vec<f64>>,
 }
 
-/// The largest magnitudes of keys (after rotary embedding) and values, `[layer][key-value head]`.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Ranges {
-    pub keys: Vec<Vec<f32>>,
-    pub values: Vec<Vec<f32>>,
-}
+/// Windows that scales are tried on, of those that ranges are found on: attention is computed many times for each.
+const TRIED: usize = 4;
 
-impl Ranges {
-    /// Scales that take the largest magnitude to the end of `kind`, for each head or for all heads of a layer.
-    pub fn scales(&self, kind: CacheType, per_head: bool) -> Arc<[LayerScales]> {
-        let top = kind.largest();
-        let scale = |most: f32| if most > 0.0 { most / top } else { 1.0 };
-        let of = |heads: &[f32]| match per_head {
-            true => heads.iter().map(|most| scale(*most)).collect(),
-            false => vec![scale(heads.iter().copied().fold(0.0, f32::max))],
-        };
-        self.keys.iter().zip(&self.values).map(|(k, v)| LayerScales { keys: of(k), values: of(v) }).collect()
-    }
-}
-
-/// Finds the ranges of keys and values on some windows.
-pub fn ranges(model: &Model, windows: &[Window], progress: &mut Progress) -> Result<Ranges, CacheErrorError> {
-    let (layers, heads) = (model.blocks.len(), model.config.kv_heads);
-    let empty = || vec![vec![0.0f32; heads]; layers];
-    let mut found = Ranges { keys: empty(), values: empty() };
-    walk(model, windows, progress, &mut |block, _, [_, k, v], _| {
-        for (x, most) in [(k, &mut found.keys), (v, &mut found.values)] {
-            let channels = model.backend().abs_max(x)?;
-            let by_head = channels.chunks(model.config.head_dim).zip(&mut most[block.index]);
-            // A NaN must stay.
-            by_head.for_each(|(head, most)| {
-                head.iter().for_each(|x| *most = if x.is_nan() || *x > *most { *x } else { *most });
-            });
-        }
-        Ok(())
+/// Scales found on some windows, for each type and what shares a scale in it.
+pub fn calibrated(
+    model: &Model,
+    windows: &[Window],
+    wanted: &[(CacheType, Sharing)],
+    progress: &mut Progress,
+) -> Result<Vec<Arc<[LayerScales]>>, CacheErrorError> {
+    let (backend, head_dim) = (model.backend(), model.config.head_dim);
+    let tried = &windows[..windows.len().min(TRIED)];
+    let (all, blocks) = ((windows.len() + tried.len()) * model.blocks.len(), model.blocks.len());
+    let mut most = vec![Most::default(); blocks];
+    walk(model, windows, &mut |done, _| progress(done, all), &mut |block, _, [_, k, v], _| {
+        most[block.index].add(backend, head_dim, k, v)
     })?;
-    for (layer, (keys, values)) in found.keys.iter().zip(&found.values).enumerate() {
-        if keys.iter().chain(values).any(|x| !x.is_finite()) {
-            let path = format!("keys or values of {}", model.blocks[layer].path);
-            return Err(ModelError::NonFinite { path }.into());
-        }
+    for (block, most) in model.blocks.iter().zip(&most) {
+        most.check(block)?;
     }
-    Ok(found)
+    let search = |&(kind, sharing)| -> Vec<Search> {
+        most.iter().map(|most| Search::new(kind, most.scales(kind, sharing))).collect()
+    };
+    let mut searches: Vec<Vec<Search>> = wanted.iter().map(search).collect();
+    if searches.iter().flatten().any(Search::pays) {
+        let before = windows.len() * blocks;
+        walk(model, tried, &mut |done, _| progress(before + done, all), &mut |block, batch, qkv, attended| {
+            searches.iter_mut().try_for_each(|all| all[block.index].add(model, block, batch, qkv, attended))
+        })?;
+    }
+    Ok(searches.iter().map(|all| all.iter().map(Search::best).collect()).collect())
 }
 
 /// Sums of squares of an error and of what is right.

@@ -3,10 +3,11 @@
 
 use std::sync::Arc;
 
+use quantkit::backend::cache::LayerScales;
 use quantkit::backend::cpu::Cpu;
 use quantkit::backend::{Backend, Gram, Matrix};
 use quantkit::calibrate::corpus::Corpus;
-use quantkit::calibrate::driver::{self, CacheRange, Course, Inputs, Needs, Quantizing};
+use quantkit::calibrate::driver::{self, Course, Inputs, Needs, Quantizing};
 use quantkit::checkpoint::Checkpoint;
 use quantkit::commands::gguf::feedback::{Encoded, FeedbackError, encode_with_feedback, supports};
 use quantkit::model::Model;
@@ -124,7 +125,7 @@ impl Quantizing for Collect<'_> {
         Ok(linears.iter().map(|linear| linear.weight.clone()).collect())
     }
 
-    fn finished(&mut self, _: &Block, _: Option<CacheRange>) -> anyhow::Result<()> {
+    fn finished(&mut self, _: &Block, _: Option<LayerScales>) -> anyhow::Result<()> {
         Ok(())
     }
 }

@@ -8,8 +8,9 @@ use anyhow::{Context, Error, Result, bail};
 use super::Output;
 use super::feedback::{encode_with_feedback, supports};
 use crate::backend::Matrix;
+use crate::backend::cache::LayerScales;
 use crate::backend::weight::{Ggml, Weight};
-use crate::calibrate::driver::{self, CacheRange, Course, Inputs, Needs, Quantizing};
+use crate::calibrate::driver::{self, Course, Inputs, Needs, Quantizing};
 use crate::cli::interrupt;
 use crate::format::gguf::names::Architecture;
 use crate::model::Model;
@@ -96,7 +97,7 @@ impl Quantizing for Job<'_, '_> {
         Ok(matrices)
     }
 
-    fn finished(&mut self, block: &Block, _cache: Option<CacheRange>) -> Result<()> {
+    fn finished(&mut self, block: &Block, _cache: Option<LayerScales>) -> Result<()> {
         let encoded = std::mem::take(&mut self.encoded);
         self.output.put_through(block.index as i64, &encoded)
     }

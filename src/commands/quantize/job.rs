@@ -9,16 +9,16 @@ use super::modules::Modules;
 use super::solve::{Solved, solve};
 use super::transform::Search;
 use super::work::{BlockReport, Finished, ModuleReport, Work};
+use crate::backend::cache::LayerScales;
 use crate::backend::weight::{Dense, Weight};
 use crate::backend::{Backend, Matrix};
-use crate::calibrate::driver::{CacheRange, Inputs, Needs, Quantizing};
+use crate::calibrate::driver::{Inputs, Needs, Quantizing};
 use crate::cli::interrupt;
 use crate::cli::print::Steps;
 use crate::format::layout::{KvScales, Layout};
 use crate::format::safetensors::TensorSpec;
 use crate::model::block::{Block, Chunk, Linear, Stage};
 use crate::model::{Model, ModelError};
-use crate::num::e4m3;
 use crate::recipe::Method;
 use crate::tensor::{Bytes, Dtype, narrowed};
 
@@ -143,22 +143,11 @@ impl<'a> Job<'a> {
     }
 
     /// The scales that a cache of 8-bit keys and values is to have.
-    fn cache_scales(&mut self, block: &Block, head_dim: usize, kind: KvScales, range: &CacheRange) -> Result<()> {
-        for (name, most) in [("k_scale", &range.keys), ("v_scale", &range.values)] {
-            let of = |most: &[f32]| most.iter().fold(0.0f32, |m, x| m.max(*x)) / e4m3::MAX;
-            let scales: Vec<f32> = match kind {
-                KvScales::Tensor => vec![of(most)],
-                KvScales::Head => most.chunks(head_dim).map(of).collect(),
-            };
-            if scales.iter().any(|s| !s.is_finite()) {
-                return Err(ModelError::NonFinite { path: format!("{}.self_attn.{name}", block.path) }.into());
-            }
-            // A head that never was anything but zero.
-            let scales: Vec<f32> = scales.iter().map(|s| if *s == 0.0 { 1.0 } else { *s }).collect();
+    fn cache_scales(&mut self, block: &Block, kind: KvScales, scales: &LayerScales) {
+        for (name, scales) in [("k_scale", &scales.keys), ("v_scale", &scales.values)] {
             let spec = cache_spec(&block.path, name, kind, scales.len());
-            self.current.tensors.push((spec, narrowed(Dtype::F32, &scales).into()));
+            self.current.tensors.push((spec, narrowed(Dtype::F32, scales).into()));
         }
-        Ok(())
     }
 }
 
@@ -222,7 +211,7 @@ impl Quantizing for Job<'_> {
         self.linears(&block.linears(stage), Some(inputs))
     }
 
-    fn finished(&mut self, block: &Block, cache: Option<CacheRange>) -> Result<()> {
+    fn finished(&mut self, block: &Block, cache: Option<LayerScales>) -> Result<()> {
         let restored = self.restored.take();
         let was_restored = restored.is_some();
         let mut report = match restored {
@@ -231,8 +220,8 @@ impl Quantizing for Job<'_> {
                 finished.report
             }
             None => {
-                if let (Some(kind), Some(range)) = (self.method.kv_cache, &cache) {
-                    self.cache_scales(block, self.modules.head_dim(), kind, range)?;
+                if let (Some(kind), Some(scales)) = (self.method.kv_cache, &cache) {
+                    self.cache_scales(block, kind, scales);
                 }
                 let current = std::mem::take(&mut self.current);
                 let report = BlockReport { block: block.path.clone(), ..current.report };

@@ -21,7 +21,6 @@ pub struct Modules {
     pub notes: Vec<String>,
     heads: usize,
     kv_heads: usize,
-    head_dim: usize,
     /// The types of the linears' weights in the checkpoint.
     dtypes: BTreeMap<String, Dtype>,
 }
@@ -40,10 +39,6 @@ impl Modules {
     /// The type that the checkpoint has for the weight of a module.
     pub fn dtype(&self, path: &str) -> Dtype {
         self.dtypes.get(path).copied().unwrap_or(Dtype::F32)
-    }
-
-    pub fn head_dim(&self) -> usize {
-        self.head_dim
     }
 
     /// The artifact to come, as consumers look at it.
@@ -120,7 +115,6 @@ pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs, layout: &dyn Layou
         notes,
         heads: model.config.heads,
         kv_heads: model.config.kv_heads,
-        head_dim: model.config.head_dim,
         dtypes: linears.map(|linear| (linear.path.clone(), dtype(linear))).collect(),
     })
 }

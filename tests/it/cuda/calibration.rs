@@ -8,11 +8,12 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use quantkit::backend::cache::LayerScales;
 use quantkit::backend::cpu::Cpu;
 use quantkit::backend::cuda::CudaOptions;
 use quantkit::backend::{Backend, Matrix};
 use quantkit::calibrate::corpus::Corpus;
-use quantkit::calibrate::driver::{CacheRange, Course, Inputs, Needs, Quantizing, run};
+use quantkit::calibrate::driver::{Course, Inputs, Needs, Quantizing, run};
 use quantkit::checkpoint::Checkpoint;
 use quantkit::model::block::{Block, Stage};
 use quantkit::model::source::DenseSource;
@@ -72,7 +73,7 @@ impl Quantizing for Job {
         linears.collect()
     }
 
-    fn finished(&mut self, _block: &Block, _cache: Option<CacheRange>) -> Result<(), ModelError> {
+    fn finished(&mut self, _block: &Block, _cache: Option<LayerScales>) -> Result<(), ModelError> {
         Ok(())
     }
 }

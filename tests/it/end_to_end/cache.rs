@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use quantkit::backend::cache::CacheType;
+use quantkit::backend::cache::{CacheType, LayerScales};
 use quantkit::backend::cpu::Cpu;
+use quantkit::calibrate::cache::Sharing;
 use quantkit::checkpoint::Checkpoint;
-use quantkit::evaluate::cache_error::{Setting, head_errors, predictions, ranges};
+use quantkit::evaluate::cache_error::{Setting, head_errors, calibrated, predictions};
 use quantkit::evaluate::divergence::Divergence;
 use quantkit::evaluate::windows::Window;
 use quantkit::model::Model;
@@ -113,10 +114,11 @@ fn a_large_key_bias_is_caught() {
     let model = open(&scene.model());
     let (tokens, _) = golden_logits(&fixture("families/qwen2/golden.safetensors"));
     let windows = [Window { tokens, score_from: 1 }];
-    let ranges = ranges(&model, &windows, &mut |_, _| Ok(())).unwrap();
-    assert!(ranges.keys.iter().flatten().any(|most| *most > 896.0), "{ranges:?}");
-    let setting = |scales| Setting { kind: CacheType::Fp8E4m3, scales };
-    let settings = [setting(None), setting(Some(ranges.scales(CacheType::Fp8E4m3, true)))];
+    let kind = CacheType::Fp8E4m3;
+    let found = calibrated(&model, &windows, &[(kind, Sharing::Head)], &mut |_, _| Ok(())).unwrap().remove(0);
+    assert!(found.iter().flat_map(|layer| &layer.keys).any(|scale| *scale > 2.0), "{found:?}");
+    let setting = |scales| Setting { kind, scales };
+    let settings = [setting(None), setting(Some(found))];
     let errors = head_errors(&model, &windows, &settings, &mut |_, _| Ok(())).unwrap();
     let worst = |grid: &[Vec<f64>]| grid.iter().flatten().copied().fold(0.0, f64::max);
     assert!(worst(&errors[0].keys) > 0.5 && worst(&errors[1].keys) < 0.0625, "{errors:?}");
@@ -125,6 +127,37 @@ fn a_large_key_bias_is_caught() {
     let kl = |i: usize| Divergence::of(&found[i]).unwrap().kl.mean;
     // A bias takes away digits even where a scale holds it.
     assert!(kl(0) > 2.0 * kl(1), "{} {}", kl(0), kl(1));
+}
+
+/// Scales lie in the octave above that of the largest magnitude, and what attention makes of keys and values is nearer to
+/// what it was than with that.
+#[test]
+fn found_scales_err_less() {
+    let checkpoint = Checkpoint::open(&fixture("demo/target")).unwrap();
+    let model = Model::load(Box::new(DenseSource::new(checkpoint)), Arc::new(Cpu)).unwrap();
+    let window = |seed: u32| Window { tokens: (0..96).map(|i| (i * 37 + seed * 101) % 2000).collect(), score_from: 1 };
+    let windows = [window(1), window(2)];
+    // Integers get the largest magnitude itself.
+    let wanted = [(CacheType::Fp8E4m3, Sharing::Layer), (CacheType::Int8, Sharing::Layer)];
+    let mut all = calibrated(&model, &windows, &wanted, &mut |_, _| Ok(())).unwrap();
+    let (whole, found) = (all.remove(1), all.remove(0));
+    let unit = CacheType::Int8.largest() / CacheType::Fp8E4m3.largest();
+    let scaled = |scales: &[f32]| scales.iter().map(|s| s * unit).collect::<Vec<f32>>();
+    let base: Arc<[LayerScales]> =
+        whole.iter().map(|s| LayerScales { keys: scaled(&s.keys), values: scaled(&s.values) }).collect();
+    let mut moved = 0;
+    for (base, found) in base.iter().zip(found.iter()) {
+        for (base, found) in base.keys.iter().chain(&base.values).zip(found.keys.iter().chain(&found.values)) {
+            let step = (found / base).log2() * 8.0;
+            assert!((step - step.round()).abs() < 1e-3 && (0.0..8.0).contains(&step.round()), "{base} {found}");
+            moved += usize::from(step.round() > 0.0);
+        }
+    }
+    assert!(moved > 0);
+    let settings = [base, found].map(|scales| Setting { kind: CacheType::Fp8E4m3, scales: Some(scales) });
+    let errors = head_errors(&model, &windows, &settings, &mut |_, _| Ok(())).unwrap();
+    let squares = |i: usize| errors[i].output.iter().flatten().map(|e| e * e).sum::<f64>();
+    assert!(squares(1) < squares(0), "{} {}", squares(1), squares(0));
 }
 
 /// Caches read again what they hold: windows through a cache of f32 give what a pass without a cache gives.
