@@ -447,8 +447,7 @@ pub struct KlArgs {
 /// What one sequence would take no notice of is refused.
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("several").args(["prompts", "num_samples"]).multiple(true))]
-#[command(mut_arg("max_num_seqs", of_several), mut_arg("max_num_batched_tokens", of_several))]
-#[command(mut_arg("gpu_memory_utilization", of_several), mut_arg("swap_space", of_several))]
+#[command(mut_args(of_several))]
 pub struct GenerateArgs {
     #[command(flatten)]
     pub model: ModelArgs,
@@ -493,7 +492,10 @@ pub struct GenerateArgs {
 
 /// Shares of memory and of steps are for sequences side by side.
 fn of_several(arg: Arg) -> Arg {
-    arg.requires("several")
+    match arg.get_id().as_str() {
+        "max_num_seqs" | "max_num_batched_tokens" | "gpu_memory_utilization" | "swap_space" => arg.requires("several"),
+        _ => arg,
+    }
 }
 
 #[derive(Debug, Args)]

@@ -161,7 +161,8 @@ fn damage_is_named_from_the_folder_on() {
     let scene = demo();
     quantize(&scene, &["rtn", "--bits", "4", "-o", "w4"]);
     let root = scene.root().display().to_string();
-    let breaks: [(&str, &dyn Fn(&str)); 4] = [
+    type Damage<'a> = (&'a str, &'a dyn Fn(&str));
+    let breaks: [Damage; 4] = [
         ("model.safetensors", &|name| {
             let bytes = scene.read(&format!("{name}/model.safetensors"));
             scene.write(&format!("{name}/model.safetensors"), &bytes[..bytes.len() - 1000]);
