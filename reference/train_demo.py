@@ -12,7 +12,12 @@ the state does not depend on --steps, which may therefore still be changed at a 
 The layers' matrices are trained by Muon, embeddings and norms by AdamW; the data is about 1.56
 million tokens, so several epochs are made and dropout is what keeps the held-out loss falling.
 
+With --teacher the model learns the teacher's distributions in place of the text: the mean of KL(teacher || model) and of
+the total variation between them, which is the share of proposals that speculative sampling rejects. --init starts
+from finished weights.
+
 usage: train_demo.py BOOKS_DIR OUT_DIR {target,draft} --steps N [--decay N] [--stop-at N] [--resume] [--bf16]
+                     [--teacher DIR] [--init DIR]
        (calib/demo/README.md has the options that made the checkpoints there)
 """
 import argparse, math, time
@@ -72,6 +77,12 @@ def draw(train, step, seed):
     at = order[step % per_epoch * BATCH:][:BATCH] * SEQ + offset
     return torch.stack([train[i:i + SEQ] for i in at.tolist()])
 
+def from_teacher(logits, wanted):
+    """KL and total variation to the teacher's distribution, added up, and the latter alone."""
+    p, log_q = wanted.softmax(-1), logits.log_softmax(-1)
+    variation = (p - log_q.exp()).abs().sum(-1).mean() / 2
+    return F.kl_div(log_q, wanted.log_softmax(-1), log_target=True, reduction="none").sum(-1).mean() + variation, variation
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("books", type=Path)
@@ -86,6 +97,8 @@ def main():
     ap.add_argument("--bf16", action="store_true", help="multiply in bfloat16")
     ap.add_argument("--resume", action="store_true")
     ap.add_argument("--stop-at", type=int, help="stop after this step, with a checkpoint")
+    ap.add_argument("--teacher", type=Path, help="checkpoint whose distributions are learnt")
+    ap.add_argument("--init", type=Path, help="checkpoint to start from")
     args = ap.parse_args()
     decay = args.decay or args.steps // 2
 
@@ -97,6 +110,9 @@ def main():
         vocab_size=VOCAB, max_position_embeddings=SEQ, rms_norm_eps=1e-5, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=0, eos_token_id=1, initializer_range=0.02, **SHAPES[args.which]))
+    if args.init:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict())
+    teacher = args.teacher and LlamaForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval()
     for name, module in model.named_modules():
         if name.endswith(("embed_tokens", "o_proj", "down_proj")):
             module.register_forward_hook(lambda m, _, out: F.dropout(out, args.dropout, m.training))
@@ -105,7 +121,7 @@ def main():
     optimizers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"),
                   torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)]
     print(args.which, sum(p.numel() for p in model.parameters()), "parameters,", len(train), "training tokens,",
-          " ".join(f"{k}={v}" for k, v in vars(args).items() if k not in ("books", "out", "which", "resume")), flush=True)
+          " ".join(f"{k}={v}" for k, v in vars(args).items() if k not in ("books", "out", "which", "resume", "teacher", "init") and v is not None), flush=True)
 
     state = args.out / f"{args.which}.state.pt"
     step, start = 0, time.time()
@@ -121,8 +137,14 @@ def main():
         target = draw(train, step, args.seed)
         torch.manual_seed((args.seed << 32) + step)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            logits = model(input_ids=with_begin(target)).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+            logits = model(input_ids=with_begin(target)).logits.float()
+            if teacher:
+                with torch.no_grad():
+                    wanted = teacher(input_ids=with_begin(target)).logits.float()
+        if teacher:
+            loss, variation = from_teacher(logits, wanted)
+        else:
+            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for o in optimizers:
@@ -132,7 +154,8 @@ def main():
             o.zero_grad(set_to_none=True)
         step += 1
         if step % 100 == 0 or step == args.stop_at:
-            print(f"step {step} tokens {step * BATCH * SEQ} lr {lr:.2e} loss {loss.item():.3f} "
+            overlap = f"overlap {1 - variation.item():.3f} " if teacher else ""
+            print(f"step {step} tokens {step * BATCH * SEQ} lr {lr:.2e} loss {loss.item():.3f} {overlap}"
                   f"held-out ppl {held_out_ppl(model, held):.2f} {time.time() - start:.0f}s", flush=True)
             partial = state.with_suffix(".partial")
             torch.save({"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}, partial)

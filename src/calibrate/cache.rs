@@ -58,7 +58,10 @@ impl Most {
 
     /// Scales that take the largest magnitude to the end of `kind`. A head that never was anything but zero gets 1.
     pub fn scales(&self, kind: CacheType, sharing: Sharing) -> LayerScales {
-        let scale = |most: f32| if most > 0.0 { most / kind.largest() } else { 1.0 };
+        let scale = |most: f32| match most / kind.largest() {
+            scale if scale > 0.0 => scale,
+            _ => 1.0,
+        };
         let of = |heads: &[f32]| match sharing {
             Sharing::Head => heads.iter().map(|most| scale(*most)).collect(),
             Sharing::Layer => vec![scale(heads.iter().copied().fold(0.0, f32::max))],
@@ -83,8 +86,8 @@ impl Search {
     }
 
     /// Whether there is anything to choose: integers lie evenly, and smaller steps are better for them.
-    pub fn pays(&self) -> bool {
-        matches!(self.kind, CacheType::Fp8E4m3 | CacheType::Fp8E5m2)
+    pub fn pays(kind: CacheType) -> bool {
+        matches!(kind, CacheType::Fp8E4m3 | CacheType::Fp8E5m2)
     }
 
     /// Tries all scales on some tokens: queries, keys (both rotated) and values, and what attention makes of them.
@@ -96,7 +99,7 @@ impl Search {
         [q, k, v]: [&Tensor; 3],
         attended: &Tensor,
     ) -> Result<(), DeviceError> {
-        if !self.pays() {
+        if !Self::pays(self.kind) {
             return Ok(());
         }
         let (backend, config) = (model.backend(), &model.config);

@@ -12,7 +12,7 @@ use crate::model::block::{Block, Chunk, Stage};
 use crate::model::{Model, ModelError};
 
 /// Tokens taken through a layer at once. Fixed, so that sums do not depend on the machine.
-const CHUNK_TOKENS: usize = 4096;
+pub const CHUNK_TOKENS: usize = 4096;
 
 /// What has to be seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -99,6 +99,9 @@ pub fn run<Q: Quantizing>(model: &Model, windows: &[Vec<u32>], course: Course, j
         let mut scales = None;
         let mut one_stage = |stage, inputs: &[Tensor], job: &mut Q| {
             let (inputs, originals) = inputs.split_at(count);
+            if let Some(weights) = job.restored(block, stage)? {
+                return Ok(weights);
+            }
             let weights = one_stage(model, block, stage, inputs, originals, job)?;
             if let (Stage::Qkv, Some(sharing)) = (stage, job.needs().cache) {
                 scales = Some(cache::scales(model, block, &batches, inputs, &weights, sharing)?);
@@ -134,9 +137,6 @@ fn one_stage<Q: Quantizing>(
     originals: &[Tensor],
     job: &mut Q,
 ) -> Result<Vec<Matrix>, Q::Error> {
-    if let Some(weights) = job.restored(block, stage)? {
-        return Ok(weights);
-    }
     let (backend, needs) = (model.backend(), job.needs());
     let width = inputs.first().map_or(0, |x| x.cols);
     let mut seen = Inputs { tokens: inputs.iter().map(|x| x.rows as u64).sum(), ..Inputs::default() };

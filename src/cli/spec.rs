@@ -39,6 +39,8 @@ pub struct SpecArgs {
     pub draft_revision: Option<String>,
     #[command(flatten)]
     pub pair: PairArgs,
+    #[command(flatten)]
+    pub cache: CacheTypeArgs,
     /// Exit with 1 if a smaller share of the proposed tokens is accepted, 0 to 1. Next to none is always a failure
     #[arg(long, value_name = "SHARE", value_parser = parse_whole_share)]
     pub min_acceptance: Option<f64>,
@@ -83,8 +85,6 @@ pub struct PairArgs {
     /// Seed of sampling
     #[arg(long, default_value_t = PairArgs::default().seed)]
     pub seed: u64,
-    #[command(flatten)]
-    pub cache: CacheTypeArgs,
     /// Do not run both models together to see how fast they are
     #[arg(long)]
     pub no_speed: bool,

@@ -14,6 +14,7 @@ use crate::calibrate::corpus::Corpus;
 use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
+use crate::cli::serving::ScalesArg;
 use crate::cli::spec::{PairArgs, SpecArgs};
 use crate::engine::sampler::SamplerOptions;
 use crate::engine::speculate::Ahead;
@@ -56,7 +57,8 @@ pub fn run(args: &SpecArgs, printer: Printer) -> Result<()> {
     let ahead = Ahead::Fixed(args.pair.num_speculative_tokens);
     let draft = draft::open_for(&target, &found.dir, ahead, device, printer)?;
     interrupt::listen();
-    let figures = figures(&args.pair, &target, &draft, printer)?;
+    let caches = caches(args, &target, &draft, printer)?;
+    let figures = figures_in(&args.pair, &target, &draft, caches.as_ref(), printer)?;
     let report = Report {
         cache: caches.map(|[target, _]| target.kind),
         target: located.name,
@@ -85,11 +87,28 @@ fn caches(args: &SpecArgs, target: &Runnable, draft: &Runnable, printer: Printer
     let of_target = kv_cache::setting(&args.cache, target, printer)?;
     let kind = of_target.kind;
     let scales = kv_cache::draft_scales(&args.cache, kind, draft, printer)?;
+    if scales.is_none() && of_target.scales.is_some() {
+        printer.warn(format!(
+            "the draft brings no scales of its cache along, and its keys and values are stored by {}; \
+             `--kv-cache-scales calibrated` finds some for both",
+            if kind == CacheType::Int8 { "the range of each token" } else { "a scale of 1.0" }
+        ));
+    }
     Ok(Some([of_target, Setting { kind, scales }]))
 }
 
 /// What comes of a target and its draft.
 pub fn figures(args: &PairArgs, target: &Runnable, draft: &Runnable, printer: Printer) -> Result<Acceptance> {
+    figures_in(args, target, draft, None, printer)
+}
+
+fn figures_in(
+    args: &PairArgs,
+    target: &Runnable,
+    draft: &Runnable,
+    caches: Option<&[Setting; 2]>,
+    printer: Printer,
+) -> Result<Acceptance> {
     let (prompts, windows) = texts(args, target, draft)?;
     let task = Task {
         prompts: &prompts,

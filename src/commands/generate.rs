@@ -64,8 +64,13 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     let mut stream = tokenizer.decode_stream(true);
     let (mut written, mut text) = (0usize, String::new());
     let mut failed: Option<anyhow::Error> = None;
-    let began = Instant::now();
     let cache = CacheOptions { room, swap_bytes: 0, ..cache };
+    let kind = cache.kind.unwrap_or(model.backend().cache_type());
+    let draft_scales = match &draft {
+        Some((draft, _)) => kv_cache::draft_scales(&args.many.cache.kind, kind, draft, printer)?,
+        None => None,
+    };
+    let began = Instant::now();
     let each = &mut |token| {
         if written == 0 {
             // The prompt is taken up in steps too long to wait for.
@@ -82,8 +87,6 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     };
     let (stop, rounds) = match &draft {
         Some((draft, _)) => {
-            let kind = cache.kind.unwrap_or(model.backend().cache_type());
-            let draft_scales = kv_cache::draft_scales(&args.many.cache.kind, kind, draft, printer)?;
             let with = Speculation { draft: &draft.model, ahead, cache: Some(cache), draft_scales };
             let (stop, rounds) = speculate::generate(model, &with, &tokens, end, args.max_tokens, &mut sampler, each)?;
             (stop, Some(rounds))

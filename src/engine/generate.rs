@@ -1,5 +1,6 @@
 //! Text from a model: prefill, then one token at a time through the cache.
 
+use rayon::prelude::*;
 use thiserror::Error;
 
 use super::cache::{Cache, CacheOptions, EngineError, SeqId};
@@ -128,6 +129,25 @@ pub(super) fn choose(
         return Ok(Ok(token));
     }
     Ok(sampler.sample(&model.backend().download(logits)?))
+}
+
+/// A token from each row of logits, or from the only one. The likeliest are found where the logits are; anything else
+/// wants them all.
+pub(super) fn choose_each(
+    model: &Model,
+    mut samplers: Vec<&mut Sampler>,
+    logits: &Tensor,
+) -> Result<Vec<Result<u32, SamplerError>>, ModelError> {
+    let row = |i: usize| if logits.rows == 1 { 0 } else { i };
+    if samplers.iter().all(|sampler| sampler.is_greedy()) {
+        let best = model.backend().argmax(logits)?;
+        if best.iter().all(Option::is_some) {
+            return Ok((0..samplers.len()).filter_map(|i| best[row(i)]).map(Ok).collect());
+        }
+    }
+    let values = model.backend().download(logits)?;
+    let of = |i| &values[row(i) * logits.cols..(row(i) + 1) * logits.cols];
+    Ok(samplers.par_iter_mut().enumerate().map(|(i, sampler)| sampler.sample(of(i))).collect())
 }
 
 /// Generates up to `limit` tokens after `prompt`; each goes to `each`, which may stop it with `false`.

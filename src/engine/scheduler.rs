@@ -7,13 +7,12 @@
 
 use std::collections::VecDeque;
 
-use rayon::prelude::*;
 use thiserror::Error;
 
 use super::cache::{Cache, EngineError, SeqId};
-use super::generate::{GenerateError, Stop, broken};
+use super::generate::{GenerateError, Stop, broken, choose_each};
 use super::pass::{PROMPT_TOKENS, Part, Wanted, pass};
-use super::sampler::{Sampler, SamplerError};
+use super::sampler::Sampler;
 use crate::backend::cache::BLOCK;
 use crate::backend::tensor::Tensor;
 use crate::model::{Model, ModelError};
@@ -486,19 +485,21 @@ impl<'a> Scheduler<'a> {
         let parts: Vec<Part> =
             tokens.iter().map(|(chunk, tokens, wanted)| Part { seq: chunk.seq, tokens, wanted: *wanted }).collect();
         let logits = self.pass(&parts)?;
-        let (mut row, mut failed) = (0, None);
-        for (chunk, tokens, wanted) in &tokens {
+        for (chunk, tokens, _) in &tokens {
+            if let Some(at) = self.find(chunk.order) {
+                self.running[at].cached += tokens.len();
+                self.totals.prompt_tokens += tokens.len();
+            }
+        }
+        let mut failed = None;
+        let read = tokens.iter().filter(|(_, _, wanted)| *wanted == Wanted::Last);
+        for (row, (chunk, ..)) in read.enumerate() {
+            let own = self.model.backend().rows(&logits, &[row]).map_err(ModelError::from)?;
             let Some(at) = self.find(chunk.order) else { continue };
-            self.running[at].cached += tokens.len();
-            self.totals.prompt_tokens += tokens.len();
-            if *wanted == Wanted::Last {
-                let own = self.model.backend().rows(&logits, &[row]).map_err(ModelError::from)?;
-                row += 1;
-                let lanes = self.split(at)?;
-                // The others have been read as well, and are to have their tokens.
-                if let Err(error) = self.choose(&lanes, &own) {
-                    failed.get_or_insert(error);
-                }
+            let lanes = self.split(at)?;
+            // The others have been read as well, and are to have their tokens.
+            if let Err(error) = self.choose(&lanes, &own) {
+                failed.get_or_insert(error);
             }
         }
         failed.map_or(Ok(()), Err)
@@ -534,7 +535,7 @@ impl<'a> Scheduler<'a> {
     fn choose(&mut self, lanes: &[(usize, usize)], logits: &Tensor) -> Result<(), ScheduleError> {
         let wanted = self.running.iter_mut().filter(|lane| lanes.binary_search(&lane.order()).is_ok());
         let samplers = wanted.filter_map(|lane| lane.samplers.first_mut()).collect();
-        let chosen = choose(self.model, samplers, logits)?;
+        let chosen = choose_each(self.model, samplers, logits)?;
         let context = self.context();
         let mut failed = None;
         for (&order, chosen) in lanes.iter().zip(chosen) {
@@ -579,23 +580,4 @@ impl<'a> Scheduler<'a> {
         }
         failed.map_or(Ok(()), Err)
     }
-}
-
-/// A token from each row of logits, or from the only one. The likeliest are found where the logits are; anything else
-/// wants them all.
-fn choose(
-    model: &Model,
-    mut samplers: Vec<&mut Sampler>,
-    logits: &Tensor,
-) -> Result<Vec<Result<u32, SamplerError>>, ModelError> {
-    let row = |i: usize| if logits.rows == 1 { 0 } else { i };
-    if samplers.iter().all(|sampler| sampler.is_greedy()) {
-        let best = model.backend().argmax(logits)?;
-        if best.iter().all(Option::is_some) {
-            return Ok((0..samplers.len()).filter_map(|i| best[row(i)]).map(Ok).collect());
-        }
-    }
-    let values = model.backend().download(logits)?;
-    let of = |i| &values[row(i) * logits.cols..(row(i) + 1) * logits.cols];
-    Ok(samplers.par_iter_mut().enumerate().map(|(i, sampler)| sampler.sample(of(i))).collect())
 }

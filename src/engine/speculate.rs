@@ -14,9 +14,8 @@ use super::cache::{CacheOptions, EngineError};
 use super::generate::{GenerateError, Session, Stop, broken, capacity, choose};
 use super::rejection::{Verdict, verify};
 use super::sampler::{Sampler, SamplerError, greedy};
-use crate::backend::cache::CacheType;
-use crate::model::source::SourceError;
-use crate::model::{Model, ModelError};
+use crate::backend::cache::LayerScales;
+use crate::model::Model;
 
 /// Most proposals at a time where their number adapts.
 const MOST_AHEAD: usize = 8;

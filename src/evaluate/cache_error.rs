@@ -72,7 +72,8 @@ pub fn calibrated(
     progress: &mut Progress,
 ) -> Result<Vec<Arc<[LayerScales]>>, CacheErrorError> {
     let (backend, head_dim) = (model.backend(), model.config.head_dim);
-    let tried = &windows[..windows.len().min(TRIED)];
+    let some = if wanted.iter().any(|(kind, _)| Search::pays(*kind)) { TRIED } else { 0 };
+    let tried = &windows[..windows.len().min(some)];
     let (all, blocks) = ((windows.len() + tried.len()) * model.blocks.len(), model.blocks.len());
     let mut most = vec![Most::default(); blocks];
     walk(model, windows, &mut |done, _| progress(done, all), &mut |block, _, [_, k, v], _| {
@@ -85,12 +86,10 @@ pub fn calibrated(
         most.iter().map(|most| Search::new(kind, most.scales(kind, sharing))).collect()
     };
     let mut searches: Vec<Vec<Search>> = wanted.iter().map(search).collect();
-    if searches.iter().flatten().any(Search::pays) {
-        let before = windows.len() * blocks;
-        walk(model, tried, &mut |done, _| progress(before + done, all), &mut |block, batch, qkv, attended| {
-            searches.iter_mut().try_for_each(|all| all[block.index].add(model, block, batch, qkv, attended))
-        })?;
-    }
+    let before = windows.len() * blocks;
+    walk(model, tried, &mut |done, _| progress(before + done, all), &mut |block, batch, qkv, attended| {
+        searches.iter_mut().try_for_each(|all| all[block.index].add(model, block, batch, qkv, attended))
+    })?;
     Ok(searches.iter().map(|all| all.iter().map(Search::best).collect()).collect())
 }
 

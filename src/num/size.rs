@@ -1,6 +1,6 @@
 //! Amounts of memory, as people read and write them: kB, MB, GB and TB are powers of 1000, KiB to TiB of 1024.
 
-const UNITS: [(&str, f64); 13] = [
+const UNITS: [(&str, f64); 14] = [
     ("", 1.0),
     ("b", 1.0),
     ("k", 1e3),
@@ -9,6 +9,7 @@ const UNITS: [(&str, f64); 13] = [
     ("mb", 1e6),
     ("g", 1e9),
     ("gb", 1e9),
+    ("t", 1e12),
     ("tb", 1e12),
     ("kib", 1024.0),
     ("mib", 1048576.0),

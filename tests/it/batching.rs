@@ -356,6 +356,28 @@ fn broken_logits_are_of_one_request() {
         assert_eq!(found[i], texts[i], "request {i}");
     }
     assert!(scheduler.cache().is_empty());
+
+    // A prompt that breaks does not take those along that are read with it: they have their first tokens from the step
+    // that fails.
+    let cache = Cache::new(&broken, CacheOptions::for_sequences(3, 40)).unwrap();
+    let mut scheduler = Scheduler::new(&broken, cache, SchedulerOptions::default()).unwrap();
+    for prompt in [prompts[order[1]], &[token, 5], prompts[order[2]]] {
+        let samplers = vec![sampler(0.0, 0)];
+        scheduler.submit(Request { prompt: prompt.to_vec(), limit: 12, end: vec![], samplers }).unwrap();
+    }
+    let error = scheduler.step().unwrap_err();
+    assert!(error.to_string().contains("not finite"), "{error}");
+    scheduler.cancel(1).unwrap();
+    let mut found = [Vec::new(), Vec::new()];
+    scheduler
+        .run(&mut |event| {
+            if let Happened::Token(token) = event.what {
+                found[event.request / 2].push(token);
+            }
+        })
+        .unwrap();
+    assert_eq!(found, [texts[order[1]].clone(), texts[order[2]].clone()]);
+    assert_eq!(scheduler.totals().steps, 12);
 }
 
 /// Passes over a cache: several positions at once, forks, and going back.

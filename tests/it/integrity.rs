@@ -304,9 +304,10 @@ fn folds() {
     quantize(&scene, &["awq", "--group-size", "128", "--rounding", "gptq", "-o", "awq-gptq"]);
     for from in ["awq", "awq-gptq"] {
         honest(&scene, from);
-        lost(from, "back", &norms);
+        let back = format!("{from}-back");
+        lost(from, &back, &norms);
         let words = ["model.layers.2.input_layernorm`: inputs of q_proj, k_proj, v_proj were scaled alike (by"];
-        fails(&scene, "back", "folds", &words);
+        fails(&scene, &back, "folds", &words);
     }
     // Of 2 % in three channels of four, whatever the method and the bits.
     copied(&scene, "model", "gentle");
@@ -332,9 +333,11 @@ fn folds() {
     ] {
         scene.run(&[args, rest, &["-o", out]].concat()).ok();
         honest(&scene, out);
-        lost(out, "back", &norms[..1]);
-        fails(&scene, "back", "folds", &["model.layers.2.input_layernorm`: inputs of", "does not take that back"]);
-        assert_eq!(failures(&look(&scene, "back")).len(), 1, "{out}");
+        let back = format!("{out}-back");
+        lost(out, &back, &norms[..1]);
+        fails(&scene, &back, "folds", &["model.layers.2.input_layernorm`: inputs of", "does not take that back"]);
+        let found = look(&scene, &back);
+        assert_eq!(failures(&found).len(), 1, "{out}: {:?}", failures(&found));
     }
 
     // What has failed is not told of again.

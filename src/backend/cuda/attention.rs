@@ -84,7 +84,8 @@ pub fn attention(
         None => {
             let launch = device.launch(OVER_ROWS[size], [places.tasks, shape.heads, 1], THREADS);
             let launch = launch.shared(prefill_memory(size, None));
-            let launch = launch.buffer(q.buffer()).buffer(k.buffer()).buffer(v.buffer()).buffer(&out);
+            let launch =
+                launch.buffer(q.buffer_on(device)).buffer(k.buffer_on(device)).buffer(v.buffer_on(device)).buffer(&out);
             shaped(launch.buffer_at(&places.buffer, places.tasks(Keys::Rows)), shape).go()?;
         }
     }
@@ -121,7 +122,7 @@ fn over_cache(
     let stored = |launch| stored(launch, store, index).buffer_at(at, places.tables()).u32(stride);
 
     let launch = device.launch(kernels.append, [places.rows, shape.kv_heads, 1], 64);
-    let launch = stored(launch.buffer(k.buffer()).buffer(v.buffer()));
+    let launch = stored(launch.buffer(k.buffer_on(device)).buffer(v.buffer_on(device)));
     let launch = launch.buffer_at(at, sequences).buffer_at(at, positions).u32(shape.kv_heads).u32(shape.head_dim);
     // Scales of FP8 are those that attention multiplies by; INT8 writes its own, or these.
     let fixed = if kind == CacheType::Int8 { &store.fixed } else { &store.scales };
@@ -130,13 +131,13 @@ fn over_cache(
     // Few rows of a sequence are taken one by one, as when decoding.
     if batch.spans.iter().any(|span| span.rows > FEW_ROWS) {
         let launch = device.launch(kernels.prefill[size], [places.tasks, shape.heads, 1], THREADS);
-        let launch = stored(launch.shared(prefill_memory(size, Some(kind))).buffer(q.buffer()));
+        let launch = stored(launch.shared(prefill_memory(size, Some(kind))).buffer(q.buffer_on(device)));
         return shaped(launch.buffer(out).buffer_at(at, places.tasks(Keys::Cache)), shape).go();
     }
     let splits = splits(stride, shape.kv_heads);
     let partial = floats(device, places.rows * shape.heads * splits, shape.head_dim + 2)?;
     let launch = device.launch(kernels.decode[size], [shape.kv_heads, splits, places.rows], THREADS);
-    let launch = stored(launch.buffer(q.buffer())).buffer_at(at, sequences).buffer_at(at, positions);
+    let launch = stored(launch.buffer(q.buffer_on(device))).buffer_at(at, sequences).buffer_at(at, positions);
     shaped(launch.buffer(&partial), shape).go()?;
     let launch = device.launch("attention_combine", [shape.heads, places.rows, 1], THREADS);
     launch.buffer(&partial).buffer(out).u32(shape.heads).u32(shape.head_dim).u32(splits).go()

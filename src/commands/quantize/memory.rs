@@ -1,5 +1,6 @@
 //! How much memory a run will take, told before it starts.
 
+use crate::calibrate::driver::CHUNK_TOKENS;
 use crate::model::Model;
 use crate::model::block::{Block, Stage};
 use crate::recipe::{Method, Rounding};
@@ -24,8 +25,12 @@ pub fn estimate(model: &Model, method: &Method, tokens: usize) -> u64 {
         Some(_) => tokens as u64 * model.config.hidden as u64 * 4 + 2 * weights,
         None => 0,
     };
+    // Queries, keys and values of a sample, what attention makes of them, and the same rounded.
+    let config = &model.config;
     let cache = match method.kv_cache {
-        Some(_) => tokens as u64 * 2 * (model.config.kv_heads * model.config.head_dim) as u64 * 4,
+        Some(_) => {
+            tokens.min(CHUNK_TOKENS) as u64 * (3 * (config.heads + config.kv_heads) * config.head_dim) as u64 * 4
+        }
         None => 0,
     };
     activations + matrices + transform + cache + at_work(block, method)

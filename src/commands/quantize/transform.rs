@@ -280,3 +280,43 @@ fn error(found: &[f32], wanted: &[f32]) -> f64 {
 fn ratio(after: f64, before: f64) -> f64 {
     if before > 0.0 { after / before } else { 1.0 }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// What is found among candidates of these errors, and how many were measured, on the first part and on the whole.
+    fn search(errors: &[f64], several: bool) -> (Best, [usize; 2]) {
+        let mut measured = [0, 0];
+        let best = best(errors.len(), several, &mut |candidate, whole| {
+            measured[usize::from(whole)] += 1;
+            Ok(errors[candidate] * if whole { 4.0 } else { 1.0 })
+        });
+        (best.unwrap(), measured)
+    }
+
+    #[test]
+    fn the_best_is_found_from_its_neighbours() {
+        for lowest in 1..20 {
+            let mut errors: Vec<f64> = (0..20).map(|i| 1.0 + (f64::from(i) - f64::from(lowest)).abs()).collect();
+            errors[0] = 9.0;
+            let (found, measured) = search(&errors, true);
+            assert_eq!((found.candidate, found.error, found.before), (lowest as usize, 4.0, 36.0));
+            // Candidate 0, ten of the others and the neighbours there are; then those in the end and candidate 0.
+            assert!(measured[0] <= 13 && measured[1] == 1 + FINALISTS, "{measured:?}");
+            let (found, measured) = search(&errors, false);
+            assert_eq!((found.candidate, found.error, measured[1]), (lowest as usize, 1.0, 0));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_not_taken() {
+        assert_eq!(search(&[1.0], true).0.candidate, 0);
+        assert_eq!(search(&[1.0, 2.0], true).0.candidate, 0);
+        assert_eq!(search(&[1.0, 1.0, 1.0], true).0.candidate, 0);
+        assert_eq!(search(&[2.0, f64::NAN, 1.0, f64::INFINITY], true).0.candidate, 2);
+        let (found, _) = search(&[f64::NAN, f64::NAN], true);
+        assert!(found.before.is_infinite());
+    }
+}

@@ -142,7 +142,10 @@ fn measured(args: &ValidateArgs, subjects: &Subjects, printer: Printer) -> Resul
             return Err(error);
         }
         let message = integrity::named_inside(&format!("{error:#}"), &subjects.artifact.dir);
-        let message = integrity::named_inside(&message, &subjects.reference.dir);
+        let mut message = integrity::named_inside(&message, &subjects.reference.dir);
+        if let Some(draft) = &subjects.draft {
+            message = integrity::named_inside(&message, &draft.dir);
+        }
         report.checks.push(Check { id: "runs".into(), status: Status::Fail, message });
     }
     report.seconds = began.elapsed().as_secs_f64();

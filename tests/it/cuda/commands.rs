@@ -56,6 +56,16 @@ fn devices_and_schedules_give_the_same_bytes() {
         weights.push(scene.read(&format!("{out}/model.safetensors")));
     }
     assert!(weights.windows(2).all(|pair| pair[0] == pair[1]));
+    // Scales of a cache are tried on batches of every device.
+    let scales = |device: &str, out: &str, settings| {
+        let more = ["--kv-cache", "fp8-per-head", "--nsamples", "300", "-o", out, "--device", device];
+        let args =
+            [&["smoothquant", "model", "--calib", "calib.txt", "--seqlen", "32", "--no-eval"], &more[..]].concat();
+        run(&scene, &args, true, settings).ok();
+        scene.read(&format!("{out}/model.safetensors"))
+    };
+    let two = scales("cuda:0,1", "scales-two", &[("QUANTKIT_EMULATOR_DEVICES", "2")][..]);
+    assert!(two == scales("cuda:0", "scales-one", &[]));
 }
 
 #[test]

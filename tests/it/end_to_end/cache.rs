@@ -7,7 +7,7 @@ use quantkit::backend::cache::{CacheType, LayerScales};
 use quantkit::backend::cpu::Cpu;
 use quantkit::calibrate::cache::Sharing;
 use quantkit::checkpoint::Checkpoint;
-use quantkit::evaluate::cache_error::{Setting, head_errors, calibrated, predictions};
+use quantkit::evaluate::cache_error::{Setting, calibrated, head_errors, predictions};
 use quantkit::evaluate::divergence::Divergence;
 use quantkit::evaluate::windows::Window;
 use quantkit::model::Model;
@@ -133,8 +133,8 @@ fn a_large_key_bias_is_caught() {
 /// what it was than with that.
 #[test]
 fn found_scales_err_less() {
-    let checkpoint = Checkpoint::open(&fixture("demo/target")).unwrap();
-    let model = Model::load(Box::new(DenseSource::new(checkpoint)), Arc::new(Cpu)).unwrap();
+    let scene = demo();
+    let model = open(&scene.model());
     let window = |seed: u32| Window { tokens: (0..96).map(|i| (i * 37 + seed * 101) % 2000).collect(), score_from: 1 };
     let windows = [window(1), window(2)];
     // Integers get the largest magnitude itself.
