@@ -18,8 +18,10 @@ const FLAGS: &[&str] =
 /// The twins of the tensor cores and cuBLAS are the emulator's own arithmetic: as fast as it gets.
 const FAST: &[(&str, &[&str])] =
     &[("tensor", &["-O3", "-ffp-contract=fast"]), ("cublas", &["-O3", "-ffp-contract=fast"])];
-/// Out-of-range indices of static arrays and misaligned vectors; the emulator reports them.
-const CHECKED: &[&str] = &["-fsanitize=bounds,alignment"];
+/// Out-of-range indices of static arrays, misaligned vectors, and accesses to shared memory that no barrier orders; the
+/// emulator has the functions that the instrumentation calls.
+const CHECKED: &[&str] =
+    &["-fsanitize=bounds,alignment", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"];
 
 /// Whether the tests use the machine's GPU.
 pub fn on_gpu() -> bool {
