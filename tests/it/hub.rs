@@ -356,3 +356,5 @@ fn ids_and_paths_are_told_apart() {
         assert!(!looks_like_id(path), "{path}");
     }
 }
+    let empty = options(&[("HF_TOKEN", ""), ("HF_ENDPOINT", " "), ("HF_HUB_CACHE", "")]);
+    assert_eq!(format!("{empty:?}"), format!("{plain:?}"));

@@ -19,6 +19,7 @@ use crate::backend::Backend;
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::ModelArgs;
+use crate::cli::environment::variable;
 use crate::cli::exit;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
@@ -134,7 +135,7 @@ fn measured(args: &ValidateArgs, subjects: &Subjects, printer: Printer) -> Resul
     report.reference = Some(inspect::identity(&subjects.reference.dir, &subjects.reference.name)?.0);
     report.draft =
         subjects.draft.as_ref().map(|d| Ok::<_, Error>(inspect::identity(&d.dir, &d.name)?.0)).transpose()?;
-    report.label = args.label.clone().or_else(|| std::env::var("GITHUB_SHA").ok().filter(|sha| !sha.is_empty()));
+    report.label = args.label.clone().or_else(|| variable("GITHUB_SHA").and_then(|sha| sha.into_string().ok()));
     let weights = facts::files(&mut report, &subjects.artifact, &subjects.reference, printer)?;
     if let Err(error) = measure(&mut report, args, subjects, &ground, &weights, printer) {
         // What the device or the user ended says nothing about the artifact; all else does.
