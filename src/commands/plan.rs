@@ -170,17 +170,18 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
             let mut options = HubOptions::from_env()?;
             options.revision.clone_from(&args.revision);
             let dir = transfer(spec, printer, |events| Ok(hub::fetch_config(spec, &options, events)?))?;
-            return opened(&dir, spec.clone());
+            return opened(&dir, spec.clone(), printer);
         }
     }
     let (model, revision) = (args.model.clone(), args.revision.clone());
     let located = locate(&ModelArgs { model, revision, device: DeviceArg::Cpu }, printer)?;
-    opened(&located.dir, located.name.clone())
+    opened(&located.dir, located.name.clone(), printer)
 }
 
-fn opened(dir: &Path, name: String) -> Result<Found> {
+fn opened(dir: &Path, name: String, printer: Printer) -> Result<Found> {
     if format::is_file(dir) {
         let opened = format::open_file(dir)?;
+        opened.warnings.iter().for_each(|warning| printer.warn(warning));
         let checkpoint = opened.source.checkpoint();
         let (dir, config) = (checkpoint.dir().into(), checkpoint.config().clone());
         let (tensors, files) = (checkpoint.tensors().clone(), checkpoint.files().to_vec());

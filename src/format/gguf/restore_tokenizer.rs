@@ -89,7 +89,7 @@ pub fn tokenizer(metadata: &Metadata) -> Result<Restored, RestoreError> {
 
     let model: &str = metadata.need("tokenizer.ggml.model")?;
     let (mut tokenizer, adds_bos) = match model {
-        "gpt2" => byte_level(metadata, &vocabulary)?,
+        "gpt2" => byte_level(metadata, &vocabulary, &mut warnings)?,
         "llama" => sentencepiece(metadata, &vocabulary, &mut warnings)?,
         other => return Err(RestoreError::Vocabulary(other.into())),
     };
@@ -151,8 +151,19 @@ fn template(first: Option<(usize, &str)>, last: Option<(usize, &str)>) -> Json {
     json!({"type": "TemplateProcessing", "single": part("A", 0), "pair": pair, "special_tokens": tokens})
 }
 
-fn byte_level(metadata: &Metadata, vocabulary: &Vocabulary) -> Result<(Json, bool), RestoreError> {
-    let name = metadata.read::<&str>("tokenizer.ggml.pre")?.unwrap_or("default");
+fn byte_level(
+    metadata: &Metadata,
+    vocabulary: &Vocabulary,
+    warnings: &mut Vec<String>,
+) -> Result<(Json, bool), RestoreError> {
+    let name = metadata.read::<&str>("tokenizer.ggml.pre")?.filter(|name| !name.is_empty()).unwrap_or_else(|| {
+        warnings.push(
+            "the file names no pre-tokenizer (`tokenizer.ggml.pre`); `default` is taken, as in llama.cpp, and the model \
+             may be given other tokens than it was trained on: convert the original model again"
+                .into(),
+        );
+        "default"
+    });
     let rules = pretokenizer::rules(name)?;
     let merges: Vec<&str> = metadata.need("tokenizer.ggml.merges")?;
     let merges: Vec<Json> = merges.iter().filter_map(|m| m.split_once(' ')).map(|(a, b)| json!([a, b])).collect();
