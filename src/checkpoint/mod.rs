@@ -5,6 +5,7 @@
 
 mod error;
 mod index;
+mod keys;
 mod scan;
 
 use std::collections::BTreeMap;
@@ -17,6 +18,7 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 
 pub use error::CheckpointError;
+pub use keys::{JsonKeys, KeyError, whole};
 pub use scan::NonFinite;
 
 use crate::tensor::{Bytes, Dtype, widened};
@@ -29,6 +31,20 @@ pub struct Entry {
     pub bytes: Bytes,
     /// The file that holds it, relative to the folder.
     pub file: Arc<str>,
+}
+
+/// A side file of JSON.
+#[derive(Debug)]
+pub struct SideFile {
+    name: String,
+    json: Value,
+}
+
+impl SideFile {
+    /// What the file says; nothing where there is no file.
+    pub fn keys(&self) -> JsonKeys<'_> {
+        JsonKeys::of(&self.name, &self.json)
+    }
 }
 
 /// A model folder, opened and checked.
@@ -193,17 +209,31 @@ impl Checkpoint {
         }
     }
 
-    /// A side file as JSON, if it is there.
+    /// A side file as a JSON object, if it is there.
     pub fn side_json(&self, name: &str) -> Result<Option<Value>, CheckpointError> {
         let path = self.dir.join(name);
-        match self.side_text(name)? {
-            Some(text) => parse_json(&path, &text).map(Some),
-            None => Ok(None),
+        let Some(text) = self.side_text(name)? else { return Ok(None) };
+        let json = parse_json(&path, &text)?;
+        match json.is_object() {
+            true => Ok(Some(json)),
+            false => Err(CheckpointError::Json { path, why: "not a JSON object".into() }),
         }
     }
 
-    /// Files beside the weights that belong to the model: tokenizer, generation config, chat template,
-    /// processors, modelling code, cards. Sorted; other weight formats and hidden files are left out.
+    /// The keys of a side file; none if it is not there.
+    pub fn side(&self, name: &str) -> Result<SideFile, CheckpointError> {
+        let json = self.side_json(name)?.unwrap_or_default();
+        Ok(SideFile { name: self.dir.join(name).display().to_string(), json })
+    }
+
+    /// The keys of `config.json`.
+    pub fn keys(&self) -> JsonKeys<'_> {
+        JsonKeys::of("config.json", &self.config)
+    }
+
+    /// Files beside the weights that belong to the model: tokenizer, generation config, chat templates (those in
+    /// `additional_chat_templates/` included), processors, modelling code, cards. Sorted; other weight formats, other
+    /// folders and hidden files are left out.
     pub fn side_files(&self) -> Result<Vec<String>, CheckpointError> {
         if self.is_assembled() { Ok(self.made.keys().cloned().collect()) } else { index::side_files(&self.dir) }
     }

@@ -94,7 +94,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     let mut warnings = Vec::new();
     let source = match found.plain {
         true => Source::measured(&found.checkpoint),
-        false => Source::configured(json, &config),
+        false => Source::configured(&found.checkpoint.keys(), &config)?,
     };
     let context = args.context.unwrap_or(2048.min(config.max_positions));
     if context > config.max_positions {
@@ -116,7 +116,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     };
     let group_size = GroupSize::new(args.group_size).context("a group size is -1 or positive")?;
     let stored: u64 = tensors.values().map(|entry| entry.bytes.len() as u64).sum();
-    let mut all = sizes::all(&source, json, &config, group_size);
+    let mut all = sizes::all(&source, &config, group_size);
     if stored > 0 && !found.plain {
         let bits = stored as f64 * 8.0 / source.parameters().max(1) as f64;
         let (bytes, bits_per_weight) = (Some(stored), Some(bits));

@@ -9,6 +9,7 @@ pub mod fold;
 mod parts;
 pub mod rope;
 pub mod source;
+pub mod templates;
 pub mod tokenizer;
 
 use std::sync::{Arc, Mutex};

@@ -391,7 +391,16 @@ fn the_template_s_three_places() {
     let processor = file("chat_template.json", json!({"chat_template": "processor"}));
 
     assert_eq!(rendered(&[]).unwrap(), None);
-    assert_eq!(rendered(&[jinja.clone(), config(json!("config"))]).unwrap().as_deref(), Some("B jinja"));
+    assert_eq!(rendered(&[jinja.clone(), processor.clone()]).unwrap().as_deref(), Some(" jinja"));
+    // In two places it may be, if it is one; jinja drops a line end at the end.
+    let same = config(json!("{{ bos_token }} jinja\n"));
+    assert_eq!(rendered(&[jinja.clone(), same]).unwrap().as_deref(), Some("B jinja"));
+    let error = rendered(&[jinja.clone(), config(json!("config"))]).unwrap_err().to_string();
+    assert!(
+        error.contains("two chat templates of the name `default`: that in `chat_template.jinja` is not"),
+        "{error}"
+    );
+    assert_eq!(rendered(&[config(json!({"x": "t", "default": "d"}))]).unwrap().as_deref(), Some("d"));
     assert_eq!(rendered(&[config(json!("config")), processor.clone()]).unwrap().as_deref(), Some("config"));
     assert_eq!(rendered(&[processor]).unwrap().as_deref(), Some("processor"));
     let named = |name: &str| json!([{"name": "tool_use", "template": "t"}, {"name": name, "template": "d"}]);

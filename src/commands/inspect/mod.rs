@@ -155,7 +155,10 @@ fn file(path: &Path) -> Result<Facts> {
     };
     facts.counted(sum(false), sum(true));
     facts.method = (sum(true).0 > 0).then(|| "gguf".into());
-    let number: Option<u32> = metadata.read("general.file_type").unwrap_or_default();
+    let number = metadata.read::<u32>("general.file_type").unwrap_or_else(|error| {
+        facts.warnings.push(error.to_string());
+        None
+    });
     facts.variant = number.map(|n| FileType::from_number(n).map_or(format!("file type {n}"), |t| t.name().into()));
     facts.tokenizer = text(metadata, "tokenizer.ggml.model");
     facts.chat_template = metadata.get(TEMPLATE_KEY).is_some();

@@ -5,9 +5,9 @@
 use std::collections::BTreeMap;
 
 use regex::Regex;
-use serde_json::Value as Json;
 
 use super::value::{Metadata, Value};
+use crate::checkpoint::{JsonKeys, KeyError, whole};
 
 /// A value of a card's front matter; other forms of YAML are passed over.
 #[derive(Clone, Debug, PartialEq)]
@@ -295,10 +295,9 @@ pub(super) fn size_label(parameters: u64) -> String {
     format!("{scaled:.*}{unit}", 2usize.saturating_sub(digits))
 }
 
-/// Recommended sampling, from `generation_config.json`.
-pub(super) fn write_sampling(metadata: &mut Metadata, generation: &Json) {
-    let get = |keys: &[&str]| keys.iter().find_map(|key| generation.get(*key).filter(|v| !v.is_null()));
-    if let Some(sequence) = get(&["sequence"]).and_then(Json::as_str) {
+/// Recommended sampling, from the keys of `generation_config.json`.
+pub(super) fn write_sampling(metadata: &mut Metadata, generation: &JsonKeys) -> Result<(), KeyError> {
+    if let Some(sequence) = generation.text("sequence")? {
         metadata.set("general.sampling.sequence", sequence);
     }
     const NUMBERS: [(&str, &[&str], bool); 11] = [
@@ -314,17 +313,20 @@ pub(super) fn write_sampling(metadata: &mut Metadata, generation: &Json) {
         ("mirostat_tau", &["mirostat_tau"], false),
         ("mirostat_eta", &["mirostat_eta"], false),
     ];
-    for (name, keys, whole) in NUMBERS {
-        let value = match get(keys) {
-            Some(v) if whole => v.as_i64().and_then(|n| i32::try_from(n).ok()).map(Value::I32),
-            Some(v) => v.as_f64().map(|n| Value::F32(n as f32)),
-            None => None,
+    for (name, keys, is_whole) in NUMBERS {
+        let Some(key) = keys.iter().find(|key| generation.get(key).is_some()) else { continue };
+        let value = if is_whole {
+            let wanted = "a whole number of 32 bits is needed";
+            generation.read(key, wanted, |v| i32::try_from(whole(v)?).ok())?.map(Value::I32)
+        } else {
+            generation.number(key)?.map(|n| Value::F32(n as f32))
         };
         if let Some(value) = value {
             metadata.set(format!("general.sampling.{name}"), value);
         }
     }
 }
+    Ok(())
 
 /// Name, origin, licence, tags. `card` is the text of README.md, `path` what config.json names as
 /// `_name_or_path`, `folder` the name of the model's folder.

@@ -94,9 +94,8 @@ pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreErro
         };
         let value = match value {
             Value::F32(v) => shortest(*v),
-            Value::I32(v) => (*v).into(),
-            Value::Text(text) => text.as_str().into(),
-            _ => continue,
+            Value::F64(_) | Value::Bool(_) | Value::Text(_) | Value::Array(_) => metadata.need::<f64>(key)?.into(),
+            _ => metadata.need::<i64>(key)?.into(),
         };
         generation.insert(name.into(), value);
     }
@@ -108,6 +107,7 @@ fn shortest(value: f32) -> Json {
     let exact = || f64::from(value);
     value.to_string().parse::<f64>().unwrap_or_else(|_| exact()).into()
 }
+            _ if name == "sequence" => metadata.need::<&str>(key)?.into(),
 
 /// Keys of one architecture.
 struct Keys<'a> {
