@@ -8,7 +8,7 @@ mod index;
 mod keys;
 mod scan;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -54,6 +54,7 @@ pub struct Checkpoint {
     config: Value,
     tensors: BTreeMap<String, Entry>,
     files: Vec<Arc<str>>,
+    notes: Vec<String>,
     /// Side files that are not on disk: those that a GGUF file says in its own way.
     made: BTreeMap<String, String>,
 }
@@ -62,21 +63,22 @@ impl Checkpoint {
     /// Opens a Hugging Face model folder (symbolic links into a hub cache included).
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         let Self { dir, config, .. } = Self::open_config(dir)?;
-        let shards = index::shards(&dir)?;
+        let mut shards = index::shards(&dir)?;
         let mut tensors = BTreeMap::new();
         let mut files = Vec::new();
-        for file in shards.files {
+        for file in std::mem::take(&mut shards.files) {
             let file: Arc<str> = file.into();
             map_file(&dir, &file, &mut tensors)?;
             files.push(file);
         }
+        let notes = shards.note.take().into_iter().chain(second_copy(&dir, &shards.second, &tensors)?).collect();
         for (name, file) in &shards.weight_map {
             match tensors.get(name) {
                 Some(entry) if *entry.file == **file => {}
                 _ => return Err(CheckpointError::IndexedTensorMissing { tensor: name.clone(), path: dir.join(file) }),
             }
         }
-        Ok(Self { dir, config, tensors, files, made: BTreeMap::new() })
+        Ok(Self { dir, config, tensors, files, notes, made: BTreeMap::new() })
     }
 
     /// What can be read of a folder, with all that stands against [`Checkpoint::open`]: shards that are missing or cut
@@ -108,6 +110,9 @@ impl Checkpoint {
                 Err(error) => damage.push(error),
             }
         }
+        if let Err(error) = second_copy(&found.dir, &shards.second, &found.tensors) {
+            damage.push(error);
+        }
         let missing = shards.weight_map.iter().find(|(name, file)| {
             found.files.iter().any(|there| **there == ***file) && !found.tensors.contains_key(*name)
         });
@@ -128,7 +133,7 @@ impl Checkpoint {
         if !config.is_object() {
             return Err(CheckpointError::Json { path: dir.join("config.json"), why: "not a JSON object".into() });
         }
-        Ok(Self { dir, config, tensors: BTreeMap::new(), files: vec![], made: BTreeMap::new() })
+        Ok(Self::assembled(dir, config, BTreeMap::new(), vec![], BTreeMap::new()))
     }
 
     /// What another format holds, seen as a model folder: `files` lie in `dir`, `made` are side files by name.
@@ -139,7 +144,12 @@ impl Checkpoint {
         files: Vec<Arc<str>>,
         made: BTreeMap<String, String>,
     ) -> Self {
-        Self { dir, config, tensors, files, made }
+        Self { dir, config, tensors, files, notes: Vec::new(), made }
+    }
+
+    /// What is odd about the weight files, yet readable.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// The folder (for a hub cache, the snapshot inside it).
@@ -251,6 +261,38 @@ impl Checkpoint {
     /// Every weight that holds NaN or infinity, with how many.
     pub fn non_finite(&self) -> Vec<NonFinite> {
         scan::non_finite(&self.tensors)
+    }
+}
+
+/// Compares the weights that are read with the shards of an index that are there as well, complete. Programs differ in
+/// which of the two they read: transformers takes `model.safetensors`, vLLM and SGLang take what the index names.
+fn second_copy(
+    dir: &Path,
+    second: &[String],
+    tensors: &BTreeMap<String, Entry>,
+) -> Result<Option<String>, CheckpointError> {
+    let mut others = BTreeMap::new();
+    for file in second {
+        map_file(dir, &file.as_str().into(), &mut others)?;
+    }
+    if second.is_empty() {
+        return Ok(None);
+    }
+    let differs = |name: &&String| match (tensors.get(*name), others.get(*name)) {
+        (Some(a), Some(b)) => a.dtype != b.dtype || a.shape != b.shape || *a.bytes != *b.bytes,
+        _ => true,
+    };
+    let names: BTreeSet<&String> = tensors.keys().chain(others.keys()).collect();
+    match names.iter().find(|name| differs(name)) {
+        Some(tensor) => Err(CheckpointError::TwoModels { dir: dir.into(), tensor: tensor.to_string() }),
+        None => Ok(Some(format!(
+            "`{}` holds its weights twice, in `{}` and in the {} shards of `{}`; they are the same, and the first is \
+             read; remove one of them",
+            dir.display(),
+            index::SINGLE,
+            second.len(),
+            index::INDEX
+        ))),
     }
 }
 

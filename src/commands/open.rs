@@ -159,7 +159,7 @@ impl Runnable {
 /// Opens a folder or a GGUF file as a model.
 pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let opened = format::open_path(dir)?;
-    for warning in &opened.warnings {
+    for warning in opened.source.checkpoint().notes().iter().chain(&opened.warnings) {
         printer.warn(warning);
     }
     let model =

@@ -192,6 +192,7 @@ fn opened(dir: &Path, name: String, printer: Printer) -> Result<Found> {
         Err(CheckpointError::NoWeights(..)) => (Checkpoint::open_config(dir)?, false),
         opened => (opened?, true),
     };
+    checkpoint.notes().iter().for_each(|note| printer.warn(note));
     let plain = weights && config::find(&checkpoint)?.is_none();
     Ok(Found { name, checkpoint, plain })
 }

@@ -71,6 +71,16 @@ pub fn fetch(id: &str, options: &HubOptions, events: &mut Events<'_>) -> Result<
             }
             shards
         }
+        Weights::Both => {
+            let mut shards = select::shards(id, &remote.obtain(INDEX, events)?)?;
+            if !shards.iter().all(|shard| listed(shard)) {
+                shards.clear();
+            }
+            if !shards.iter().any(|shard| shard == select::SINGLE) {
+                shards.push(select::SINGLE.into());
+            }
+            shards
+        }
     };
     for name in shards.iter().chain(&select::side_files(&names)) {
         remote.obtain(name, events)?;

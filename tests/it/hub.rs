@@ -324,6 +324,29 @@ fn a_repository_that_is_no_model_fails_fast() {
 
 #[test]
 fn options_come_from_the_environment() {
+/// Which of two copies counts is not the download's to decide.
+#[test]
+fn one_file_beside_shards() {
+    let case = Case::new();
+    case.server.change(|hub| drop(hub.files.insert("model.safetensors".into(), safetensors("a", 5.0))));
+    let dir = case.fetch().unwrap();
+    for name in [SHARDS[0], SHARDS[1], "model.safetensors"] {
+        assert!(dir.join(name).exists(), "{name}");
+    }
+    let error = Checkpoint::open(&dir).unwrap_err().to_string();
+    assert!(error.contains("holds two models: tensor `a` of `model.safetensors`"), "{error}");
+    // An index of shards that are not there says nothing.
+    let case = Case::new();
+    case.server.change(|hub| {
+        hub.files.insert("model.safetensors".into(), safetensors("a", 5.0));
+        hub.files.remove(SHARDS[1]);
+    });
+    let dir = case.fetch().unwrap();
+    assert!(!dir.join(SHARDS[0]).exists());
+    let opened = Checkpoint::open(&dir).unwrap();
+    assert!(opened.notes()[0].contains("is not used"), "{:?}", opened.notes());
+}
+
     let home = TempDir::new().unwrap();
     std::fs::write(home.path().join("token"), " from-file \n").unwrap();
     let options = |set: &[(&str, &str)]| {

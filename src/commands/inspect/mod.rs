@@ -85,6 +85,7 @@ fn folder(path: &Path) -> Result<Facts> {
     };
     let mut facts = Facts { path: path.into(), format: "safetensors", ..Facts::default() };
     facts.damage = damage.iter().map(ToString::to_string).collect();
+    facts.warnings.extend_from_slice(checkpoint.notes());
     let found = config::find(&checkpoint).unwrap_or_else(|error| {
         facts.damage.push(error.to_string());
         None
