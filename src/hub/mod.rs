@@ -40,7 +40,7 @@ pub type Events<'a> = dyn FnMut(HubEvent) + 'a;
 /// Downloads the model `id` (`org/name`), as far as it is not in the cache yet, and returns its snapshot
 /// folder: `config.json`, the safetensors weights, and the tokenizer and other side files.
 ///
-/// Weights in other formats, subfolders and hidden files are left out.
+/// Weights in other formats, hidden files, and folders but that of further chat templates are left out.
 pub fn fetch(id: &str, options: &HubOptions, events: &mut Events<'_>) -> Result<PathBuf, HubError> {
     if !legal_id(id) {
         return Err(HubError::BadId { id: id.into() });

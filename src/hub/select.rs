@@ -82,6 +82,10 @@ pub fn side_files(names: &[String]) -> Vec<String> {
     const OTHER_WEIGHTS: [&str; 9] =
         [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json"];
     let wanted = |name: &&String| {
+        let template = name.strip_prefix("additional_chat_templates/");
+        if let Some(template) = template.filter(|template| !template.contains('/')) {
+            return template.ends_with(".jinja");
+        }
         let here = !name.contains('/') && !name.starts_with('.') && *name != CONFIG;
         let named = ENDS.iter().any(|end| name.ends_with(end)) || BEGINS.iter().any(|begin| name.starts_with(begin));
         here && named && !OTHER_WEIGHTS.iter().any(|end| name.ends_with(end))

@@ -7,6 +7,7 @@ use serde_json::{Map, Value as Json, json};
 use super::pretokenizer;
 use super::restore::RestoreError;
 use super::sentencepiece::Kind;
+use super::special::{TEMPLATE_KEY, TEMPLATES_KEY};
 use super::tokenizer::{SPACE, is_byte};
 use super::value::Metadata;
 
@@ -113,13 +114,17 @@ fn named_id<'a>(config: &Map<String, Json>, vocabulary: &Vocabulary<'a>, key: &s
 }
 
 fn write_templates(metadata: &Metadata, config: &mut Map<String, Json>) -> Result<(), RestoreError> {
-    let default = metadata.read::<&str>("tokenizer.chat_template")?;
-    let names = metadata.read::<Vec<&str>>("tokenizer.chat_templates")?.unwrap_or_default();
+    let default = metadata.read::<&str>(TEMPLATE_KEY)?;
+    let mut names = metadata.read::<Vec<&str>>(TEMPLATES_KEY)?.unwrap_or_default();
+    // Whether the list names it or not.
+    let own = metadata.iter().filter_map(|(key, _)| key.strip_prefix(TEMPLATE_KEY)?.strip_prefix('.'));
+    let more: Vec<&str> = own.filter(|name| !names.contains(name)).collect();
+    names.extend(more);
     let mut all = Vec::new();
     all.extend(default.map(|source| json!({"name": "default", "template": source})));
     for name in names {
-        let source = metadata.read::<&str>(&format!("tokenizer.chat_template.{name}"))?;
-        all.extend(source.map(|source| json!({"name": name, "template": source})));
+        let source = metadata.need::<&str>(&format!("{TEMPLATE_KEY}.{name}"))?;
+        all.push(json!({"name": name, "template": source}));
     }
     match (all.len(), default) {
         (0, _) => {}
