@@ -5,6 +5,7 @@
 //! description, so is this room, because a file that it refuses is of no use.
 
 mod card;
+mod ends;
 pub mod file_type;
 mod fingerprints;
 pub mod imatrix;

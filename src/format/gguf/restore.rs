@@ -8,7 +8,8 @@ use super::metadata::{implied_scale, window_pattern};
 use super::names::{Architecture, NameError, RopeFactors};
 use super::pretokenizer::PreTokenizerError;
 use super::restore_tokenizer;
-use super::value::{Metadata, MetadataError, Value};
+use super::value::{Metadata, MetadataError, Text, Value};
+use super::ends;
 
 /// More than any model has.
 const MAX_LAYERS: usize = 10_000;
@@ -59,7 +60,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// Names and contents, in the order of names.
+    /// Names and contents of the JSON files, in the order of names.
     pub fn named(&self) -> Vec<(&'static str, &Json)> {
         let mut all = vec![("config.json", &self.config), ("generation_config.json", &self.generation_config)];
         all.extend(self.tokenizer.as_ref().map(|tokenizer| ("tokenizer.json", tokenizer)));
@@ -79,10 +80,22 @@ pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreErro
         }
     };
     let mut generation = Map::new();
-    for kind in ["bos", "eos"] {
-        if let Some(id) = metadata.read::<u32>(&format!("tokenizer.ggml.{kind}_token_id"))? {
-            config.insert(format!("{kind}_token_id"), id.into());
-            generation.insert(format!("{kind}_token_id"), id.into());
+    let ends = ends::read(metadata)?;
+    let tokens = metadata.read::<&[Text]>("tokenizer.ggml.tokens")?.map(<[_]>::len);
+    let outside = ends.iter().find(|id| tokens.is_some_and(|count| **id as usize >= count));
+    if let (Some(id), Some(count)) = (outside, tokens) {
+        return Err(RestoreError::Range {
+            key: "tokenizer.ggml.eos_token_id, eot_token_id, eom_token_id or quantkit.eos_token_ids".into(),
+            found: id.to_string(),
+            wanted: format!("the vocabulary has {count} tokens"),
+        });
+    }
+    let ends = if ends.len() > 1 { Some(Json::from(ends)) } else { ends.first().map(|id| Json::from(*id)) };
+    let bos = metadata.read::<u32>("tokenizer.ggml.bos_token_id")?.map(Json::from);
+    for (kind, ids) in [("bos", bos), ("eos", ends)] {
+        if let Some(ids) = ids {
+            config.insert(format!("{kind}_token_id"), ids.clone());
+            generation.insert(format!("{kind}_token_id"), ids);
         }
     }
     for (key, value) in metadata.iter() {
@@ -93,13 +106,15 @@ pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreErro
             other => other,
         };
         let value = match value {
+            _ if name == "sequence" => metadata.need::<&str>(key)?.into(),
             Value::F32(v) => shortest(*v),
             Value::F64(_) | Value::Bool(_) | Value::Text(_) | Value::Array(_) => metadata.need::<f64>(key)?.into(),
             _ => metadata.need::<i64>(key)?.into(),
         };
         generation.insert(name.into(), value);
     }
-    Ok(Files { config: config.into(), tokenizer, tokenizer_config, generation_config: generation.into(), warnings })
+    let (config, generation_config) = (config.into(), generation.into());
+    Ok(Files { config, tokenizer, tokenizer_config, generation_config, warnings })
 }
 
 /// The shortest decimal number that is this `f32`: 1e-5 and not 9.99999974e-6.
@@ -107,7 +122,6 @@ fn shortest(value: f32) -> Json {
     let exact = || f64::from(value);
     value.to_string().parse::<f64>().unwrap_or_else(|_| exact()).into()
 }
-            _ if name == "sequence" => metadata.need::<&str>(key)?.into(),
 
 /// Keys of one architecture.
 struct Keys<'a> {
@@ -169,7 +183,7 @@ fn config(metadata: &Metadata, tensors: Tensors) -> Result<Map<String, Json>, Re
     };
     let (hidden, heads) = (keys.need("embedding_length")?, keys.need("attention.head_count")?);
     let head_dim = keys.size("attention.key_length")?.unwrap_or(hidden / heads);
-    let tokens = metadata.read::<&[super::value::Text]>("tokenizer.ggml.tokens")?.map(<[_]>::len);
+    let tokens = metadata.read::<&[Text]>("tokenizer.ggml.tokens")?.map(<[_]>::len);
     let vocab = keys.size("vocab_size")?.or(tokens);
     let has = tensors.has;
     let mut config = Map::new();

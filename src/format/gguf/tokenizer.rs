@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value as Json;
 use thiserror::Error;
 
+use super::ends;
 use super::pretokenizer::{self, PreTokenizerError};
 use super::sentencepiece::{self, Kind, PieceError};
 use super::special::Special;
@@ -155,6 +156,9 @@ pub(super) fn write(
     if let Some(add) = space_prefix.filter(|_| add_prefix.is_none()) {
         metadata.set("tokenizer.ggml.add_space_prefix", add);
     }
+    let tokens: Vec<Text> = metadata.need::<&[Text]>("tokenizer.ggml.tokens")?.to_vec();
+    let ends = tokenizer::ends(checkpoint, |token| files.id_of(token, &tokens), habits.rows as u64)?;
+    warnings.extend(ends::write(metadata, &ends)?);
     Ok(warnings)
 }
 
@@ -175,6 +179,16 @@ fn looks_special(token: &str) -> bool {
 impl Files<'_> {
     fn invalid(&self, why: &str) -> VocabularyError {
         VocabularyError::Invalid { path: self.path.clone(), why: why.into() }
+    }
+
+    /// The id of a token by its text in tokenizer.json, or else in the vocabulary as it was written.
+    fn id_of(&self, token: &str, written: &[Text]) -> Option<u32> {
+        let list = self.tokenizer.get("added_tokens").and_then(Json::as_array);
+        let same = |added: &&Json| added.get("content").and_then(Json::as_str) == Some(token);
+        let added = list.into_iter().flatten().find(same).and_then(|added| whole(added.get("id")?));
+        let own = || self.tokenizer.pointer("/model/vocab")?.get(token).and_then(whole);
+        let piece = || written.iter().position(|text| text.as_str() == Some(token)).map(|id| id as i64);
+        added.or_else(own).or_else(piece).and_then(|id| u32::try_from(id).ok())
     }
 
     /// Tokens of `model.vocab` with their ids.
