@@ -14,6 +14,7 @@ pub mod names;
 pub mod parse;
 pub mod pretokenizer;
 pub mod read;
+mod readme;
 pub mod restore;
 pub mod restore_tokenizer;
 pub mod select;

@@ -9,7 +9,7 @@ use super::names::{Architecture, NameError, RopeFactors};
 use super::pretokenizer::PreTokenizerError;
 use super::restore_tokenizer;
 use super::value::{Metadata, MetadataError, Text, Value};
-use super::ends;
+use super::{ends, readme};
 
 /// More than any model has.
 const MAX_LAYERS: usize = 10_000;
@@ -55,6 +55,8 @@ pub struct Files {
     pub tokenizer: Option<Json>,
     pub tokenizer_config: Json,
     pub generation_config: Json,
+    /// README.md, where the file says what one would say.
+    pub card: Option<String>,
     /// What the user should know.
     pub warnings: Vec<String>,
 }
@@ -72,7 +74,7 @@ impl Files {
 /// Makes the files of a folder out of metadata.
 pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreError> {
     let mut config = config(metadata, tensors)?;
-    let (tokenizer, tokenizer_config, warnings) = match metadata.read::<&str>("tokenizer.ggml.model")? {
+    let (tokenizer, tokenizer_config, mut warnings) = match metadata.read::<&str>("tokenizer.ggml.model")? {
         None | Some("none" | "no_vocab") => (None, json!({}), Vec::new()),
         Some(_) => {
             let made = restore_tokenizer::tokenizer(metadata)?;
@@ -114,7 +116,8 @@ pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreErro
         generation.insert(name.into(), value);
     }
     let (config, generation_config) = (config.into(), generation.into());
-    Ok(Files { config, tokenizer, tokenizer_config, generation_config, warnings })
+    let card = readme::readme(metadata, &mut warnings);
+    Ok(Files { config, tokenizer, tokenizer_config, generation_config, card, warnings })
 }
 
 /// The shortest decimal number that is this `f32`: 1e-5 and not 9.99999974e-6.

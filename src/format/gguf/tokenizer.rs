@@ -30,13 +30,13 @@ pub enum VocabularyError {
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     PreTokenizer(#[from] PreTokenizerError),
-    #[error("`{0}` has neither tokenizer.json nor tokenizer.model; copy them from the original model")]
     #[error(transparent)]
     Key(#[from] KeyError),
     #[error(transparent)]
     Chat(#[from] ChatError),
     #[error(transparent)]
     Metadata(#[from] MetadataError),
+    #[error("`{0}` has neither tokenizer.json nor tokenizer.model; copy them from the original model")]
     Missing(PathBuf),
     #[error("cannot read `{path}`: {why}")]
     Invalid { path: PathBuf, why: String },
@@ -377,6 +377,7 @@ impl Files<'_> {
                 Some(content) if special || looks_special(content) => {
                     vocabulary.set(id, content, NEVER, Kind::Control);
                 }
+                Some(content) => vocabulary.set(id, content.replace(SPACE, " "), NEVER, Kind::UserDefined),
             }
         }
         Ok(vocabulary)
@@ -391,7 +392,6 @@ impl Files<'_> {
             ranks.entry(format!("{a}{b}")).or_insert(rank);
         }
         let unknown = self.tokenizer.pointer("/model/unk_token").and_then(Json::as_str);
-                Some(content) => vocabulary.set(id, content.replace(SPACE, " "), NEVER, Kind::UserDefined),
         let mut vocabulary = Vocabulary::padded(self.rows);
         let named = self.named()?;
         for (token, id) in self.vocab()? {
