@@ -12,6 +12,8 @@ pub struct Settings {
     ignore: Vec<Target>,
     /// Patterns that cannot be evaluated here.
     pub unreadable: Vec<String>,
+    /// Groups that consumers read differently, and how they are read here.
+    pub ambiguous: Vec<String>,
 }
 
 /// Modules with one scheme.
@@ -68,7 +70,7 @@ impl Settings {
         }
         let whole = known_format(value)?;
         let groups = value.get("config_groups").and_then(Value::as_object).ok_or("`config_groups` is missing")?;
-        let mut unreadable = Vec::new();
+        let (mut unreadable, mut ambiguous) = (Vec::new(), Vec::new());
         let mut parsed = Vec::new();
         for (name, group) in groups {
             let group = group.as_object().ok_or_else(|| format!("`{name}` is no object; presets are not read"))?;
@@ -80,8 +82,21 @@ impl Settings {
             let inputs = match group.get("input_activations").filter(|v| !v.is_null()) {
                 None => InputsKind::Float,
                 // Packed integers in a file that says nothing of inputs are met with inputs as they are.
-                Some(inputs) => Arguments::parse(inputs).and_then(|args| args.inputs(&weights)).map_err(within)?,
+                Some(inputs) => {
+                    scale_type(inputs).map_err(within)?;
+                    let args = Arguments::parse(inputs).map_err(within)?;
+                    if args.dynamic && args.strategy == Strategy::Tensor {
+                        ambiguous.push(format!(
+                            "`{name}` has dynamic inputs of strategy `tensor`; each token gets a scale of its own, as in \
+                             vLLM, where compressed-tensors' own modules find one scale for all tokens of a pass"
+                        ));
+                    }
+                    args.inputs(&weights).map_err(within)?
+                }
             };
+            if group.get("output_activations").is_some_and(|v| !v.is_null()) {
+                return Err(within("outputs are rounded too (`output_activations`), which is not read".into()));
+            }
             let targets = targets(group.get("targets"), &mut unreadable).map_err(within)?;
             parsed.push(Group { targets, weights, inputs });
         }
@@ -92,7 +107,7 @@ impl Settings {
             None => Vec::new(),
             list => targets(list, &mut unreadable).map_err(|why| format!("in `ignore`: {why}"))?,
         };
-        Ok(Self { groups: parsed, ignore, unreadable })
+        Ok(Self { groups: parsed, ignore, unreadable, ambiguous })
     }
 
     /// The group of a quantized module: by its path, then by patterns, then by its class.
@@ -157,6 +172,15 @@ fn known_format(value: &Value) -> Result<&'static str, String> {
             .into_iter()
             .find(|known| *known == format)
             .ok_or_else(|| format!("tensors are stored as `{format}`; {} are read", FORMATS.join(", "))),
+    }
+}
+
+/// Refuses scales of inputs that compressed-tensors rounds to another type than f32 before it uses them.
+fn scale_type(inputs: &Value) -> Result<(), String> {
+    match inputs.get("scale_dtype").filter(|v| !v.is_null()) {
+        None => Ok(()),
+        Some(given) if given == "torch.float32" => Ok(()),
+        Some(given) => Err(format!("the scales of inputs are rounded to {given} (`scale_dtype`), which is not read")),
     }
 }
 
@@ -225,7 +249,7 @@ impl Arguments {
         }
         match (self.strategy, self.dynamic, self.symmetric) {
             (Strategy::Token, true, true) => Ok(InputsKind::Token),
-            // Engines take a scale for each token all the same.
+            // vLLM takes a scale for each token all the same; a warning names the difference.
             (Strategy::Tensor, true, true) if self.float => Ok(InputsKind::Token),
             (Strategy::Token, true, false) if !self.float => Ok(InputsKind::TokenAsymmetric),
             (Strategy::Tensor, false, true) => Ok(InputsKind::Tensor),
@@ -297,6 +321,27 @@ mod tests {
         let error = kind(&int, json!({"strategy": "channel"})).unwrap_err();
         assert!(error.contains("static scales by Channel"), "{error}");
         assert!(kind(&int, json!({"num_bits": 4, "strategy": "token", "dynamic": true})).is_err());
+    }
+
+    /// Consumers differ in one form; a warning names both readings. compressed-tensors rounds in two more places.
+    #[test]
+    fn readings_that_differ_are_named() {
+        let float = json!({"num_bits": 8, "type": "float", "strategy": "tensor"});
+        let parse = |inputs: Value| Settings::parse(&one(float.clone(), inputs));
+        let settings = parse(json!({"type": "float", "strategy": "tensor", "dynamic": true})).unwrap();
+        assert_eq!(settings.groups[0].inputs, InputsKind::Token);
+        assert!(settings.ambiguous[0].contains("one scale for all tokens of a pass"), "{:?}", settings.ambiguous);
+        for plain in [json!({"type": "float"}), json!({"type": "float", "strategy": "token", "dynamic": true})] {
+            assert!(parse(plain).unwrap().ambiguous.is_empty());
+        }
+        let rounded = |dtype: &str| parse(json!({"type": "float", "scale_dtype": dtype}));
+        assert!(rounded("torch.float32").is_ok());
+        let error = rounded("torch.float8_e4m3fn").unwrap_err();
+        assert!(error.starts_with("in `group_0`: the scales of inputs are rounded to"), "{error}");
+        let mut value = one(float, json!({"type": "float"}));
+        value["config_groups"]["group_0"]["output_activations"] = json!({"type": "float"});
+        let error = Settings::parse(&value).unwrap_err();
+        assert!(error.contains("`output_activations`"), "{error}");
     }
 
     #[test]
