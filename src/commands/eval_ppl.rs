@@ -18,6 +18,9 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     if args.bos == BosMode::Auto {
         printer.note(format!("BOS: {}", runnable.tokenizer()?.bos_evidence()));
     }
+    for reading in &runnable.inputs {
+        printer.note(format!("inputs of linears are rounded: {reading}"));
+    }
     let how = Measurement {
         corpus: &corpus,
         convention: args.convention,
@@ -26,7 +29,8 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
         bos: args.bos,
     };
     interrupt::listen();
-    let result = perplexity(&runnable, &how, "perplexity", printer)?.result;
+    let mut result = perplexity(&runnable, &how, "perplexity", printer)?.result;
+    result.inputs.clone_from(&runnable.inputs);
     printer.object(&result)?;
     printer.text(format!(
         "perplexity {:.4} ± {:.4}  ({} tokens in {} windows of {}, convention {}, BOS {}, {:.0} tokens/s on {})",

@@ -140,6 +140,8 @@ pub struct Runnable {
     tokenizer: OnceCell<Tokenizer>,
     /// The quantization method of an artifact.
     pub method: Option<&'static str>,
+    /// How the artifact's linears round their inputs; empty where all stay floats.
+    pub inputs: Vec<String>,
     printer: Printer,
 }
 
@@ -164,7 +166,8 @@ pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<R
     }
     let model =
         Model::open(opened.source, backend).with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
-    Ok(Runnable { model, tokenizer: OnceCell::new(), method: opened.method, printer })
+    let inputs = opened.quantization.map(|stored| stored.inputs).unwrap_or_default();
+    Ok(Runnable { model, tokenizer: OnceCell::new(), method: opened.method, inputs, printer })
 }
 
 /// A text file, or the built-in one when there is none; chats go through the model's template.

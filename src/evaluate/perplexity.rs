@@ -54,6 +54,9 @@ pub struct Perplexity {
     pub bos: String,
     pub text_sha256: String,
     pub device: String,
+    /// How the inputs of linears were rounded, where the artifact asks for it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inputs: Vec<String>,
     /// 0 where the system does not tell.
     pub peak_rss_bytes: u64,
     /// `exp(total nll / words)`; words are what whitespace separates in the text.
@@ -163,6 +166,7 @@ where
         bos: bos.name().into(),
         text_sha256: text_sha256(text),
         device: device.into(),
+        inputs: Vec::new(),
         peak_rss_bytes: peak_rss_bytes(),
         word_perplexity: per_word.map(f64::exp),
         byte_perplexity: per_byte.map(f64::exp),

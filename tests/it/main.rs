@@ -15,6 +15,7 @@ mod folding;
 mod formats;
 mod gguf_container;
 mod gguf_metadata;
+mod golden_compressed;
 mod golden_ggml;
 mod golden_gptq;
 mod hub;

@@ -35,6 +35,8 @@ pub struct Facts {
     pub bits: Option<u64>,
     pub group_size: Option<i64>,
     pub symmetric: Option<bool>,
+    /// How the engine rounds the inputs of quantized linears, each way once; null where all stay floats.
+    pub inputs: Option<Vec<String>>,
     /// Weights and biases, counted before quantization.
     pub parameters: Option<u64>,
     pub quantized_parameters: Option<u64>,

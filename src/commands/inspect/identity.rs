@@ -30,6 +30,7 @@ pub fn identity(path: &Path, name: &str) -> Result<(Identity, Vec<Consumer>)> {
         format: facts.method.clone().unwrap_or_else(|| facts.format.into()),
         method: chosen_by,
         scheme: scheme(&facts),
+        inputs: facts.inputs.clone().unwrap_or_default(),
         bits: facts.bits.map(|bits| bits as f64),
         family: facts.architecture.family.map(Into::into),
         sha256: Identity::digest(&files),

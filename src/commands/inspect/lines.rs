@@ -29,6 +29,9 @@ pub fn lines(facts: &Facts) -> Vec<String> {
     if !scheme.is_empty() {
         line("scheme", scheme.join(", "));
     }
+    for reading in facts.inputs.iter().flatten() {
+        line("inputs", reading.clone());
+    }
     if let (Some(count), Some(bits)) = (facts.parameters, facts.bits_per_weight) {
         line("parameters", format!("{:.1} M, {bits:.2} bits each", count as f64 / 1e6));
     }

@@ -114,6 +114,7 @@ fn folder(path: &Path) -> Result<Facts> {
             facts.warnings.extend(opened.warnings);
             if let Some(config) = &config {
                 let stored = opened.quantization.as_ref();
+                facts.inputs = stored.map(|stored| stored.inputs.clone()).filter(|inputs| !inputs.is_empty());
                 let quantized = |module: &str| stored.is_some_and(|q| q.schemes.contains_key(module));
                 facts.missing(opened.source.checkpoint(), config, &quantized);
                 facts.consumers = stored.map(|stored| consumers(&stored.plan(config)));

@@ -13,6 +13,8 @@ pub struct Settings {
     ignore: Vec<Target>,
     /// Patterns that cannot be evaluated here.
     pub unreadable: Vec<String>,
+    /// Groups that consumers read differently, and how they are read here.
+    pub ambiguous: Vec<String>,
 }
 
 /// Modules with one scheme.
@@ -72,7 +74,7 @@ impl Settings {
         }
         let whole = known_format(&keys)?;
         let groups = keys.object("config_groups")?.ok_or_else(|| keys.missing("config_groups"))?;
-        let mut unreadable = Vec::new();
+        let (mut unreadable, mut ambiguous) = (Vec::new(), Vec::new());
         let mut parsed = Vec::new();
         for name in groups.all_names() {
             let is_object = groups.get(name).is_some_and(Value::is_object);
@@ -85,8 +87,20 @@ impl Settings {
             let inputs = match arguments(&group, "input_activations")? {
                 None => InputsKind::Float,
                 // Packed integers in a file that says nothing of inputs are met with inputs as they are.
-                Some(inputs) => inputs.inputs(&weights).map_err(within)?,
+                Some(inputs) => {
+                    scale_type(&group).map_err(within)?;
+                    if inputs.dynamic && inputs.strategy == Strategy::Tensor {
+                        ambiguous.push(format!(
+                            "`{name}` has dynamic inputs of strategy `tensor`; each token gets a scale of its own, as in \
+                             vLLM, where compressed-tensors' own modules find one scale for all tokens of a pass"
+                        ));
+                    }
+                    inputs.inputs(&weights).map_err(within)?
+                }
             };
+            if group.get("output_activations").is_some() {
+                return Err(within("outputs are rounded too (`output_activations`), which is not read".into()));
+            }
             let list = group.texts("targets")?.ok_or_else(|| group.missing("targets"))?;
             parsed.push(Group { targets: targets(list, &mut unreadable), weights, inputs });
         }
@@ -94,7 +108,7 @@ impl Settings {
             return Err(format!("no group of `config_groups` has weights (format {whole})"));
         }
         let ignore = targets(keys.texts("ignore")?.unwrap_or_default(), &mut unreadable);
-        Ok(Self { groups: parsed, ignore, unreadable })
+        Ok(Self { groups: parsed, ignore, unreadable, ambiguous })
     }
 
     /// The group of a quantized module: by its path, then by patterns, then by its class.
@@ -168,6 +182,15 @@ fn arguments(group: &JsonKeys, key: &str) -> Result<Option<Arguments>, String> {
     group.object(key)?.map(|keys| Arguments::parse(&keys)).transpose()
 }
 
+/// Refuses scales of inputs that compressed-tensors rounds to another type than f32 before it uses them.
+fn scale_type(group: &JsonKeys) -> Result<(), String> {
+    let Some(inputs) = group.object("input_activations")? else { return Ok(()) };
+    match inputs.text("scale_dtype")? {
+        None | Some("torch.float32") => Ok(()),
+        Some(given) => Err(format!("the scales of inputs are rounded to {given} (`scale_dtype`), which is not read")),
+    }
+}
+
 impl Arguments {
     fn parse(keys: &JsonKeys) -> Result<Self, String> {
         let bits = keys.read("num_bits", "2 to 8 are read", |v| whole(v).filter(|b| (2..=8).contains(b)))?;
@@ -210,7 +233,7 @@ impl Arguments {
         }
         match (self.strategy, self.dynamic, self.symmetric) {
             (Strategy::Token, true, true) => Ok(InputsKind::Token),
-            // Engines take a scale for each token all the same.
+            // vLLM takes a scale for each token all the same; a warning names the difference.
             (Strategy::Tensor, true, true) if self.float => Ok(InputsKind::Token),
             (Strategy::Token, true, false) if !self.float => Ok(InputsKind::TokenAsymmetric),
             (Strategy::Tensor, false, true) => Ok(InputsKind::Tensor),
@@ -282,6 +305,27 @@ mod tests {
         let error = kind(&int, json!({"strategy": "channel"})).unwrap_err();
         assert!(error.contains("static scales by Channel"), "{error}");
         assert!(kind(&int, json!({"num_bits": 4, "strategy": "token", "dynamic": true})).is_err());
+    }
+
+    /// Consumers differ in one form; a warning names both readings. compressed-tensors rounds in two more places.
+    #[test]
+    fn readings_that_differ_are_named() {
+        let float = json!({"num_bits": 8, "type": "float", "strategy": "tensor"});
+        let parse = |inputs: Value| Settings::parse(&one(float.clone(), inputs));
+        let settings = parse(json!({"type": "float", "strategy": "tensor", "dynamic": true})).unwrap();
+        assert_eq!(settings.groups[0].inputs, InputsKind::Token);
+        assert!(settings.ambiguous[0].contains("one scale for all tokens of a pass"), "{:?}", settings.ambiguous);
+        for plain in [json!({"type": "float"}), json!({"type": "float", "strategy": "token", "dynamic": true})] {
+            assert!(parse(plain).unwrap().ambiguous.is_empty());
+        }
+        let rounded = |dtype: &str| parse(json!({"type": "float", "scale_dtype": dtype}));
+        assert!(rounded("torch.float32").is_ok());
+        let error = rounded("torch.float8_e4m3fn").unwrap_err();
+        assert!(error.starts_with("in `group_0`: the scales of inputs are rounded to"), "{error}");
+        let mut value = one(float, json!({"type": "float"}));
+        value["config_groups"]["group_0"]["output_activations"] = json!({"type": "float"});
+        let error = Settings::parse(&value).unwrap_err();
+        assert!(error.contains("`output_activations`"), "{error}");
     }
 
     #[test]

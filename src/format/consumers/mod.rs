@@ -16,7 +16,7 @@ pub use split::{TensorParallel, largest_tp};
 pub use table::{Row, table};
 
 use super::compressed::Form;
-use super::layout::{InputsKind, KvScales, Tile};
+use super::layout::{InputsKind, KvScales, Rounded, Tile};
 use crate::pack::gptq::Version;
 use crate::scheme::Scheme;
 use gptq::{ANY_2_3_4_8, ActOrder, GPTQMODEL, Loader, MARLIN_GROUPS, SYM_4_8, Versions};
@@ -213,6 +213,17 @@ pub enum Kind {
         tile: Tile,
         inputs: InputsKind,
     },
+}
+
+impl Kind {
+    /// How the engine rounds the inputs of linears stored so; `None` where they stay floats.
+    pub fn inputs(self) -> Option<String> {
+        match self {
+            Kind::Gptq { .. } | Kind::Awq | Kind::Compressed(Form::Packed) => None,
+            Kind::Compressed(Form::Int8(inputs)) => inputs.reading(Rounded::Integers),
+            Kind::Compressed(Form::Float8 { inputs, .. }) | Kind::Fp8 { inputs, .. } => inputs.reading(Rounded::Floats),
+        }
+    }
 }
 
 /// An artifact to come.

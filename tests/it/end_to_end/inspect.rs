@@ -239,9 +239,19 @@ fn consumers_of_every_method() {
     assert!(vllm.contains("cache scales of each head"), "{vllm}");
     let smooth = made("w8a8", &["smoothquant", "model", "--alpha", "0.5"]);
     assert_eq!(loads(&smooth), [true, true, true, true, false]);
+    // How inputs are rounded is on record: engines differ.
+    let by_token =
+        "8-bit integers, scale of each token: max|x| / 127.5, as in compressed-tensors (vLLM and SGLang: / 127)";
+    assert_eq!((&smooth["inputs"], &packed["inputs"]), (&json!([by_token]), &Value::Null));
+    let shown = scene.run(&["inspect", "w8a8"]).ok().stdout;
+    assert!(shown.contains("inputs         8-bit integers, scale of each token"), "{shown}");
+    let ppl = ["eval", "ppl", "w8a8", "--text", "eval.txt", "--max-windows", "1", "--json"];
+    let measured = scene.run(&ppl).ok().says(&["inputs of linears are rounded: 8-bit integers"]);
+    assert_eq!(measured.json()["inputs"], json!([by_token]));
     scene.run(&["fp8", "model", "--format", "fp8", "--weights", "tensor", "-o", "fp8", "--no-eval"]).ok();
     let fp8 = inspect(&scene, "fp8");
     assert_eq!((&fp8["bits"], loads(&fp8)), (&json!(8), vec![true, true, true, false, false]));
+    assert_eq!(fp8["inputs"], json!(["E4M3, scale of each token: max|x| / 448"]));
     assert_eq!(fp8["kv_cache"], Value::Null);
     scene.run(&["gguf", "--type", "Q8_0", "-o", "q8.gguf"]).ok();
     assert_eq!(inspect(&scene, "q8.gguf")["consumers"][0]["name"], "llama.cpp");
