@@ -1,7 +1,7 @@
 //! Builds the CPU emulator of CUDA (`tests/cuda_emulator`) with the kernels of `kernels/` in it, and puts it in the
 //! place of the driver. With `QUANTKIT_TEST_GPU=1` the machine's own driver serves instead.
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_int, c_long};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, OnceLock};
@@ -63,6 +63,28 @@ pub fn last_report() -> String {
         report(text.as_mut_ptr(), text.len());
         CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
     }
+}
+
+/// Lets `count` allocations of device memory fail, the first of them the `first` from now on, from 1; making a graph
+/// executable is one too. They are those of the whole process.
+pub fn fail_allocations(first: usize, count: usize) {
+    // SAFETY: the function has this signature.
+    unsafe {
+        let fail = library().get::<unsafe extern "C" fn(c_long, c_long)>(b"emu_fail_allocations").unwrap();
+        fail(first as c_long, count as c_long);
+    }
+}
+
+/// Allocations of device memory since then.
+pub fn allocations() -> usize {
+    // SAFETY: the function has this signature.
+    unsafe { library().get::<unsafe extern "C" fn() -> c_long>(b"emu_allocations").unwrap()() as usize }
+}
+
+/// Bytes of the first device that are allocated.
+pub fn allocated() -> usize {
+    // SAFETY: the function has this signature.
+    unsafe { library().get::<unsafe extern "C" fn(c_int) -> usize>(b"emu_allocated").unwrap()(0) }
 }
 
 /// Whether the kernels are to be built with checks of indices and alignment.
