@@ -125,7 +125,7 @@ pub fn in_child(case: &str, settings: &[(&str, &str)]) -> String {
 #[test]
 fn child() {
     let Ok(case) = env::var("QUANTKIT_EMULATOR_CASE") else { return };
-    let cases = [faults::CASES, memory::CASES, streams::CASES, results::CASES];
+    let cases = [faults::CASES, memory::CASES, streams::CASES, results::CASES, crate::cuda::graphs::CASES];
     let (_, run) = cases.iter().flat_map(|c| c.iter()).find(|(name, _)| *name == case).unwrap();
     run();
 }

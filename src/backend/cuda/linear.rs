@@ -241,10 +241,10 @@ fn product(device: &Arc<Device>, out: &Buffer, a: &Buffer, b: &Buffer, rows: usi
 
 // ---- cuBLAS. Its matrices are column-major: a row-major matrix is the transpose of what it sees.
 
-/// cuBLAS, where it is there and may be used. It allocates as it likes, so a recording does without.
-fn library(device: &Arc<Device>) -> Option<&CudaBlas> {
-    let recording = device.recorder().is_some();
-    device.blas.as_ref().filter(|_| !recording)
+/// cuBLAS, where it is used. Decoding steps do without, whether they are recorded or not: their bits must not depend on
+/// that, and cuBLAS allocates and loads as it likes, which a recording must not.
+fn library(device: &Device) -> Option<&CudaBlas> {
+    device.blas.as_ref().filter(|_| !device.decoding())
 }
 
 fn handle(blas: &CudaBlas, device: &Device) -> Done<cublasHandle_t> {

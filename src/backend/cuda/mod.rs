@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use batch::OnDevice;
 pub use device::{Device, count, installed};
+use graph::{Capture, GraphSpace, Measuring};
 pub use memory::Buffer;
 use weights::{DeviceMatrix, Loader, Plane, Stored};
 
@@ -25,7 +26,10 @@ use super::cache::{CacheType, Layer, Memory, Pool, PoolShape, SavedBlocks, Table
 use super::solver::Solver;
 use super::tensor::Tensor;
 use super::weight::Weight;
-use super::{Activation, AttentionShape, Backend, Batch, Done, Drift, Gram, Matrix, Recording, RopeTable, Span, Sums};
+use super::{
+    Activation, AttentionShape, Backend, Batch, DecodingStep, Done, Drift, Gram, Matrix, RecordingStep, RopeTable,
+    Span, Sums, Workspace,
+};
 
 /// Logits held at once while scoring, so that large vocabularies do not decide the memory needed.
 const LOGITS_AT_ONCE: usize = 64 << 20;
@@ -475,17 +479,20 @@ impl Backend for Cuda {
         Ok(tokens.into_iter().map(|token| (token != u32::MAX).then_some(token)).collect())
     }
 
-    fn begin_recording(&self) -> Done<bool> {
+    fn records(&self) -> bool {
         // Weights that come and go cannot be part of a graph.
-        let held = self.weights.load(Ordering::Relaxed) <= self.room;
-        if self.options.graphs && held {
-            graph::begin(self.first())?;
-            return Ok(true);
-        }
-        Ok(false)
+        self.options.graphs && self.weights.load(Ordering::Relaxed) <= self.room
     }
 
-    fn end_recording(&self) -> Done<Recording> {
-        graph::end(self.first()).map(Recording)
+    fn begin_step(&self) -> Done<DecodingStep> {
+        Measuring::new(self.first(), self.records()).map(|step| DecodingStep(Some(step)))
+    }
+
+    fn workspace(&self, bytes: usize) -> Done<Workspace> {
+        GraphSpace::new(self.first(), bytes).map(Workspace)
+    }
+
+    fn begin_recording(&self, workspace: &Workspace) -> Done<RecordingStep> {
+        Capture::begin(self.first(), &workspace.0).map(RecordingStep)
     }
 }
