@@ -35,7 +35,7 @@ fn open(device: &DeviceArg, most: usize, options: CudaOptions, printer: Printer)
     }
     devices.truncate(most);
     let cuda = Cuda::open(CudaOptions { devices, ..options })?;
-    printer.note(format!("device: {}", cuda.device()));
+    printer.note(format!("device: {}; {}", cuda.device(), cuda.library()));
     Ok(Arc::new(cuda))
 }
 

@@ -5,12 +5,12 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use bytemuck::Pod;
-use cudarc::cublas::CudaBlas;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{CUdeviceptr, CUfunction, CUresult};
 use cudarc::driver::{CudaContext, CudaStream};
 
 use super::super::{DeviceError, Done};
+use super::blas::Blas;
 use super::graph::Phase;
 use super::memory::{self, Buffer, Origin};
 use super::modules::Modules;
@@ -75,8 +75,8 @@ pub struct Device {
     pub model: String,
     /// Place among the devices that work side by side.
     pub slot: usize,
-    /// Present where cuBLAS is installed and wanted.
-    pub blas: Option<CudaBlas>,
+    /// cuBLAS where it is wanted and a fitting version is installed, otherwise why it is not used.
+    pub blas: Result<Blas, String>,
     modules: Modules,
     functions: Mutex<HashMap<&'static str, Function>>,
     phase: Mutex<Phase>,
@@ -116,12 +116,7 @@ impl Device {
         memory::keep_freed(&context).map_err(fail)?;
         let stream = context.new_stream().map_err(fail)?;
         let copies = context.new_stream().map_err(fail)?;
-        // SAFETY: asks the dynamic loader whether the library is there; nothing is called in it.
-        let blas = if cublas && unsafe { cudarc::cublas::sys::is_culib_present() } {
-            CudaBlas::new(stream.clone()).ok()
-        } else {
-            None
-        };
+        let blas = if cublas { Blas::new(&stream) } else { Err("it is not wanted".into()) };
         let device = Self {
             context,
             stream,

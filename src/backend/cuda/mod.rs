@@ -2,6 +2,7 @@
 
 mod attention;
 pub mod batch;
+mod blas;
 pub mod cache;
 mod device;
 mod eight_bits;
@@ -106,6 +107,14 @@ impl Cuda {
         Ok(Self { loaders, options, weights: Arc::default(), room, batches: AtomicUsize::new(0) })
     }
 
+    /// What computes large dense products: cuBLAS in which version, or why it does not.
+    pub fn library(&self) -> String {
+        match &self.first().blas {
+            Ok(blas) => format!("cuBLAS {}", blas.version()),
+            Err(why) => format!("no cuBLAS: {why}"),
+        }
+    }
+
     /// The device that solves and decodes.
     pub(super) fn first(&self) -> &Arc<Device> {
         self.loaders[0].device()
@@ -177,8 +186,8 @@ impl Backend for Cuda {
         let mut kinds: Vec<&str> = self.loaders.iter().map(|l| l.device().model.as_str()).collect();
         kinds.sort_unstable();
         kinds.dedup();
-        let library = self.loaders.iter().any(|l| l.device().blas.is_some());
-        format!("{}{}", kinds.join(", "), if library { ", cuBLAS" } else { "" })
+        let library = self.loaders.iter().find_map(|l| l.device().blas.as_ref().ok());
+        format!("{}{}", kinds.join(", "), library.map_or(String::new(), |blas| format!(", cuBLAS {}", blas.version())))
     }
 
     fn devices(&self) -> usize {
