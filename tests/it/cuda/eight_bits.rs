@@ -193,15 +193,15 @@ fn panels() {
 #[test]
 fn recorded_products_are_the_same() {
     let backend = backend(Precision::Double, false);
+    let workspace = backend.workspace(1 << 20).unwrap();
     for weight in [int8(33, 96, Inputs::TokenAsymmetric), fp8(33, 96, (33, 96), Inputs::Token)] {
         let matrix = backend.load(weight).unwrap();
         for t in [1, 5] {
             let x = backend.upload(t, 96, inputs(t, 96)).unwrap();
             let launched = backend.download(&backend.linear(&x, &matrix, None).unwrap()).unwrap();
-            assert!(backend.begin_recording().unwrap());
+            let recording = backend.begin_recording(&workspace).unwrap();
             let out = backend.linear(&x, &matrix, None);
-            let mut recording = backend.end_recording().unwrap();
-            let out = out.unwrap();
+            let (out, mut recording) = (out.unwrap(), recording.finish().unwrap());
             for _ in 0..2 {
                 recording.run().unwrap();
                 assert!(backend.download(&out).unwrap() == launched, "{t} rows");
