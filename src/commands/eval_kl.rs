@@ -30,8 +30,10 @@ use crate::num::size::bytes;
 #[derive(Serialize)]
 struct Report {
     artifact: String,
-    /// The quantization method of an artifact.
-    method: Option<&'static str>,
+    /// The quantization method, where the artifact records it.
+    method: Option<String>,
+    /// The form that its weights are stored in.
+    format: Option<&'static str>,
     reference: String,
     corpora: Vec<OnCorpus>,
     /// The baseline that was written or read.
@@ -107,7 +109,8 @@ pub fn run(args: &KlArgs, printer: Printer) -> Result<()> {
     let (reference, corpora, baseline) = compared;
     let report = Report {
         artifact: located.name,
-        method: artifact.method,
+        method: artifact.method.clone(),
+        format: artifact.format,
         reference,
         corpora,
         baseline,

@@ -32,9 +32,11 @@ const WINDOW: usize = 512;
 struct Report {
     target: String,
     draft: String,
-    /// The quantization methods of artifacts.
-    target_method: Option<&'static str>,
-    draft_method: Option<&'static str>,
+    /// The quantization methods, where artifacts record them, and the forms that their weights are stored in.
+    target_method: Option<String>,
+    target_format: Option<&'static str>,
+    draft_method: Option<String>,
+    draft_format: Option<&'static str>,
     /// The type of the key-value caches, where it was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     cache: Option<CacheType>,
@@ -63,8 +65,10 @@ pub fn run(args: &SpecArgs, printer: Printer) -> Result<()> {
         cache: caches.map(|[target, _]| target.kind),
         target: located.name,
         draft: found.name,
-        target_method: target.method,
-        draft_method: draft.method,
+        target_method: target.method.clone(),
+        target_format: target.format,
+        draft_method: draft.method.clone(),
+        draft_format: draft.format,
         figures,
         device: target.model.backend().device(),
     };

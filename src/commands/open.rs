@@ -17,6 +17,7 @@ use crate::engine::score;
 use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
 use crate::evaluate::windows::{Convention, plan};
 use crate::format;
+use crate::format::manifest::Manifest;
 use crate::hub::{self, HubEvent, HubOptions};
 use crate::model::Model;
 use crate::model::block::Chunk;
@@ -138,8 +139,10 @@ pub struct Runnable {
     pub model: Model,
     /// Loaded when first asked for: what reads no text needs none.
     tokenizer: OnceCell<Tokenizer>,
-    /// The quantization method of an artifact.
-    pub method: Option<&'static str>,
+    /// The form that quantized weights are stored in: `quant_method` of a folder, `gguf` for blocks.
+    pub format: Option<&'static str>,
+    /// The quantization method, where the artifact records it.
+    pub method: Option<String>,
     printer: Printer,
 }
 
@@ -154,6 +157,16 @@ impl Runnable {
         }
         Ok(self.tokenizer.get_or_init(|| tokenizer))
     }
+
+    /// How the model is quantized, in words; `None` for plain floats.
+    pub fn quantized(&self) -> Option<String> {
+        let format = self.format?;
+        Some(match self.method.as_deref() {
+            Some(method) if method == format => method.into(),
+            Some(method) => format!("{method}, stored as {format}"),
+            None => format!("stored as {format}"),
+        })
+    }
 }
 
 /// Opens a folder or a GGUF file as a model.
@@ -164,7 +177,14 @@ pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<R
     }
     let model =
         Model::open(opened.source, backend).with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
-    Ok(Runnable { model, tokenizer: OnceCell::new(), method: opened.method, printer })
+    let method = Manifest::read(dir).ok().and_then(|manifest| manifest.method().map(Into::into));
+    Ok(Runnable {
+        model,
+        tokenizer: OnceCell::new(),
+        format: opened.method,
+        method: method.filter(|_| opened.method.is_some()),
+        printer,
+    })
 }
 
 /// A text file, or the built-in one when there is none; chats go through the model's template.

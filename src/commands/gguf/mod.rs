@@ -51,12 +51,10 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let located = locate(&args.model, printer)?;
     let device = backend(&args.model.device, CudaOptions::default(), printer)?;
     let source = open(&located.dir, device, printer)?;
-    if let Some(method) = source.method {
+    if let Some(how) = source.quantized() {
         let again = if rounds(args) { ", and is rounded again" } else { "" };
-        printer.warn(format!(
-            "`{}` is quantized already (by {method}): what it lost stays lost{again}",
-            located.dir.display()
-        ));
+        printer
+            .warn(format!("`{}` is quantized already ({how}): what it lost stays lost{again}", located.dir.display()));
     }
     let out = args.out.clone().unwrap_or_else(|| format!("{}-{}.gguf", located.name, args.kind.name()).into());
     free(&out, args, &located.dir)?;
@@ -243,7 +241,7 @@ fn described(
     let tables = model.tables().iter().map(|(_, rows)| (rows * model.config.hidden) as u64).sum::<u64>();
     let options = metadata::Options {
         file_type: args.kind.number(),
-        parameters: source.method.map(|_| linears + tables),
+        parameters: source.format.map(|_| linears + tables),
         pre_tokenizer: args.pre.as_deref(),
     };
     let described = describe(model.checkpoint(), &model.config, &options)?;

@@ -265,9 +265,9 @@ impl Run<'_> {
 
     /// What is quantized already cannot be a source.
     pub fn refuse_quantized(&self, original: &Runnable, located: &Located) -> Result<()> {
-        if let Some(method) = original.method {
+        if let Some(how) = original.quantized() {
             bail!(
-                "`{}` is quantized already (by {method}); give the floating-point checkpoint it was made from",
+                "`{}` is quantized already ({how}); give the floating-point checkpoint it was made from",
                 located.dir.display()
             );
         }
