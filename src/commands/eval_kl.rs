@@ -246,7 +246,7 @@ fn same_windows(header: &Header, corpus: &baseline::Corpus, artifact: &Runnable,
         return Ok(());
     };
     let tokenizer = artifact.tokenizer().context("the artifact")?;
-    let tokens = tokenizer.encode(&text.text()).context("the artifact")?;
+    let tokens = text.first_text_tokens(tokenizer, usize::MAX).context("the artifact")?;
     // What BOS is, the reference decided.
     let first = corpus.windows.first().and_then(|window| window.tokens.first()).copied();
     let bos = match (record.bos.as_str(), first) {

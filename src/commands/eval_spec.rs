@@ -146,7 +146,12 @@ pub fn texts(args: &PairArgs, target: &Runnable, draft: &Runnable) -> Result<(Ve
         BosRule::None => None,
     };
     let text = corpus(args.text.as_deref(), Corpus::heldout, checkpoint)?;
-    let tokens = tokenizer.encode(&text.text())?;
+    let enough = match args.prompts {
+        Some(_) => args.max_windows.saturating_mul(WINDOW).saturating_add(2),
+        // Prompts are taken from all over the text.
+        None => usize::MAX,
+    };
+    let tokens = target.text_tokens(&text, enough)?;
     let windows = match args.max_windows {
         0 => Vec::new(),
         most => {
@@ -192,8 +197,8 @@ fn own_prompts(path: &Path, target: &Runnable) -> Result<Vec<String>> {
     let read = corpus(Some(path), Corpus::heldout, target.model.checkpoint())?;
     let lines = path.extension().is_none_or(|extension| !extension.eq_ignore_ascii_case("jsonl"));
     let prompts: Vec<String> = match lines {
-        true => read.text().lines().filter(|line| !line.trim().is_empty()).map(Into::into).collect(),
-        false => read.documents,
+        true => read.text()?.lines().filter(|line| !line.trim().is_empty()).map(Into::into).collect(),
+        false => read.all_documents()?,
     };
     if prompts.is_empty() { Err(anyhow::anyhow!("`{}` has no prompt", path.display())) } else { Ok(prompts) }
 }

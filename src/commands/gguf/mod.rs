@@ -207,7 +207,7 @@ fn calibration(source: &Runnable, file: Option<&Path>, chunks: Option<usize>) ->
     let text = corpus(file, Corpus::builtin, model.checkpoint())?;
     let length = 512.min(model.config.max_positions);
     let rule = BosMode::Auto.settle(tokenizer, model.config.family.needs_bos, BosHabit::Window)?;
-    let tokens = text.tokens(tokenizer)?;
+    let tokens = source.document_tokens(&text, chunks.map_or(usize::MAX, |chunks| chunks.saturating_mul(length)))?;
     let mut windows: Vec<Vec<u32>> =
         tokens.chunks_exact(length).take(chunks.unwrap_or(usize::MAX)).map(<[u32]>::to_vec).collect();
     if let BosRule::Window(bos) | BosRule::Once(bos) = rule {
