@@ -285,6 +285,11 @@ fn shares(of: &[f64]) -> String {
 
 fn gates(args: &SpecArgs, figures: &Acceptance) -> Result<()> {
     let mut failed = Vec::new();
+    let text = figures.text.as_ref().map(|text| text.alpha.mean);
+    let broken = [Some(figures.acceptance_rate), figures.overlap.map(|overlap| overlap.mean), text];
+    if let Some(value) = broken.into_iter().flatten().find(|value| !value.is_finite()) {
+        failed.push(format!("a share of accepted tokens is {value}: the target or the draft is damaged"));
+    }
     if figures.is_near_zero() {
         let rate = figures.replays.first().map_or(0.0, |replay| replay.acceptance_rate);
         let alpha =

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::calibrate::text::TextFacts;
+use crate::evaluate::finite;
 use crate::evaluate::windows::{Convention, Window, WindowError, plan};
 use crate::model::tokenizer::BosRule;
 
@@ -38,6 +39,9 @@ pub struct Request<'a> {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Perplexity {
     pub perplexity: f64,
+    /// Why the perplexity is not finite, where it is not: it is `null` in JSON.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
     /// Mean negative log-likelihood of the counted tokens, in nats.
     pub nll: f64,
     /// Standard error of the perplexity: that of the mean nll times the perplexity (delta method). Neighbouring
@@ -156,6 +160,7 @@ where
     let (per_word, per_byte) = (per(text.words), per(text.bytes));
     let result = Perplexity {
         perplexity: nll.exp(),
+        reason: finite::perplexity(nll),
         nll,
         stderr: nll.exp() * moments.standard_error(),
         tokens: moments.count,

@@ -30,6 +30,7 @@ use crate::cli::args::{CalibrationArgs, ModelArgs, OutputArgs, SamplingArg, Sche
 use crate::cli::exit::{self, CheckFailed};
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
+use crate::evaluate::finite::DAMAGED;
 use crate::evaluate::perplexity::{Measured, Perplexity, peak_rss_bytes};
 use crate::evaluate::windows::Convention;
 use crate::format::atomic::{OutputFolder, recover, require_space};
@@ -169,6 +170,12 @@ impl Run<'_> {
         let phase = Instant::now();
         // A model that cannot be measured is found before the long part of the work.
         let before = measurement.as_ref().map(|text| self.measure(&original, text, "before")).transpose()?;
+        if let Some(reason) = before.as_ref().and_then(|before| before.result.reason.as_ref()) {
+            let source = located.dir.display();
+            let failed =
+                format!("the source `{source}` itself: {reason}: {DAMAGED}; `--no-eval` quantizes it unmeasured");
+            return Err(self.stopped(CheckFailed(failed).into(), work));
+        }
         let measuring = phase.elapsed().as_secs_f64();
         self.announce(model, &modules, calibrated.as_ref());
         let steps = printer.steps(&self.method.name, model.blocks.len() as u64);
@@ -214,8 +221,8 @@ impl Run<'_> {
             let artifact = read_back(folder.path(), backend.clone(), printer)?;
             let phase = Instant::now();
             let after = measurement.as_ref().map(|text| self.measure(&artifact, text, "after")).transpose()?;
-            if let Some(after) = after.as_ref().filter(|after| !after.result.perplexity.is_finite()) {
-                bail!(CheckFailed(format!("the perplexity of the artifact is {}", after.result.perplexity)));
+            if let Some(reason) = after.as_ref().and_then(|after| after.result.reason.as_ref()) {
+                bail!(CheckFailed(format!("the artifact: {reason}; nothing was written")));
             }
             let control = match &measurement {
                 Some(text) if !super::is_control(&self.method) => {

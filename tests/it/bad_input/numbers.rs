@@ -1,6 +1,9 @@
 //! Weights and activations that are no proper numbers, or too few of them.
 
+use std::fs;
+
 use half::f16;
+use serde_json::Value;
 
 use super::gptq;
 use crate::support::scene::{Scene, Stored};
@@ -134,4 +137,52 @@ fn artifacts_that_overflow() {
     scene.run(&["eval", "ppl", "model", "--text", "eval.txt"]).ok();
     let args = ["rtn", "model", "-o", "out", "--overwrite", "--bits", "2", "--group-size", "32", "--grid", "max-abs"];
     scene.fails(&[&args[..], &["--eval-text", "eval.txt"]].concat(), 1, &["`model.layers.1`", "not finite"]);
+}
+
+/// Logits so large that a token costs thousands of nats: each is finite, the perplexity is not.
+fn shouting(scene: &Scene) {
+    scene.edit_weights(|tensors| {
+        let norm = tensors.get_mut("model.norm.weight").unwrap();
+        let all = 0..norm.data.len() / 2;
+        set_f16(norm, all, 60_000.0);
+    });
+}
+
+#[test]
+fn infinite_perplexity_fails_every_measurement() {
+    let scene = Scene::tiny("llama");
+    let sound = scene.read("model/model.safetensors");
+    shouting(&scene);
+    let measured = |args: &[&str], words: &[&str]| {
+        let args = [args, &["--text", "eval.txt", "--window", "32", "--max-windows", "2"]].concat();
+        scene.run(&args).ended(1).says(words);
+        let ran = scene.run(&[&args[..], &["--json"]].concat()).ended(1).says(words);
+        ran.json()
+    };
+    let infinite = "the perplexity is infinite: a token costs";
+    let found = measured(&["eval", "ppl", "model"], &["`model`", infinite, "config.json does not describe them"]);
+    assert_eq!(found["perplexity"], Value::Null);
+    assert!(found["reason"].as_str().unwrap().contains("exp overflows beyond 709.7"), "{found}");
+    assert!(found["nll"].as_f64().unwrap() > 710.0, "{found}");
+    let found = measured(&["eval", "kv", "model", "--kv-cache-dtype", "f32"], &["with a cache of f16", infinite]);
+    assert_eq!(found["baseline_perplexity"], Value::Null);
+    assert!(found["reason"].as_str().unwrap().contains("infinite"), "{found}");
+
+    // A source that is broken itself is told from an artifact that is.
+    scene.fails(&gptq(&[]), 1, &["the source `model` itself: the perplexity is infinite", "--no-eval"]);
+    scene.tiny_run(&["rtn", "model", "-o", "out", "--no-eval"]).ok();
+    let kl = ["eval", "kl", "out", "--reference", "model"];
+    let found = measured(&kl, &["on eval.txt of the reference the perplexity is infinite"]);
+    let on = &found["corpora"][0];
+    assert_eq!((&on["perplexity"]["reference"], &on["perplexity"]["artifact"]), (&Value::Null, &Value::Null));
+    assert!(on["reason"].as_str().unwrap().starts_with("of the reference"), "{on}");
+    let validate = ["validate", "out", "--reference", "model", "--text", "eval.txt", "--window", "32"];
+    let validate =
+        [&validate[..], &["--max-windows", "2", "--skip", "modules,kv,spec,control", "--out", "report"]].concat();
+    scene.run(&validate).ended(1).says(&["finite", "of the reference the perplexity is infinite"]);
+
+    scene.write("model/model.safetensors", sound);
+    measured(&kl, &["on eval.txt of the artifact the perplexity is infinite", "the reference has"]);
+    fs::remove_dir_all(scene.path("report")).unwrap();
+    scene.run(&validate).ended(1).says(&["of the artifact the perplexity is infinite"]);
 }
