@@ -18,6 +18,7 @@ pub use convert::run as convert;
 pub use forecast::forecast;
 
 use super::device::backend;
+use super::few_tokens::{self, Found};
 use super::open::{Runnable, corpus, locate, open};
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
@@ -43,6 +44,8 @@ use tensors::Tensor;
 
 /// Calibration windows of error feedback, unless told otherwise.
 const FEEDBACK_CHUNKS: usize = 128;
+/// What to do about too few of them.
+const MORE_TEXT: &str = "give a longer text (--calib) or more --chunks";
 /// Values encoded at once, so that memory is bounded whatever the model.
 const VALUES_AT_ONCE: usize = 8 << 20;
 
@@ -96,6 +99,7 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     if args.error_feedback {
         let (text, windows) =
             calibration(&source, args.calib.as_deref(), Some(args.chunks.unwrap_or(FEEDBACK_CHUNKS)))?;
+        few_tokens::warn(model, windows.len() * windows[0].len(), Found::Hessians, MORE_TEXT, printer);
         printer.note(format!("error feedback: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
         calibrated::run(model, architecture, &windows, &mut output)?;
     }
@@ -195,6 +199,10 @@ fn given_or_gathered(given: &str, args: &GgufArgs, source: &Runnable, printer: P
         return Ok((given.into(), Imatrix::open(Path::new(given))?));
     }
     let (text, windows) = calibration(source, args.calib.as_deref(), args.chunks)?;
+    // Error feedback takes no more windows of the same text, and warns itself.
+    if !args.error_feedback {
+        few_tokens::warn(&source.model, windows.len() * windows[0].len(), Found::Statistics, MORE_TEXT, printer);
+    }
     printer.note(format!("importance: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
     let imatrix =
         importance::gather(&source.model, &windows, &text, &mut printer.steps("importance", windows.len() as u64))?;
@@ -338,6 +346,7 @@ pub fn imatrix(args: &ImatrixArgs, printer: Printer) -> Result<()> {
         bail!("`{}` exists already; name another file with --out", out.display());
     }
     let (text, windows) = calibration(&source, args.calib.as_deref(), args.chunks)?;
+    few_tokens::warn(&source.model, windows.len() * windows[0].len(), Found::Statistics, MORE_TEXT, printer);
     interrupt::listen();
     let mut steps = printer.steps("importance", windows.len() as u64);
     let imatrix = importance::gather(&source.model, &windows, &text, &mut steps)?;

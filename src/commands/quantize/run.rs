@@ -11,6 +11,7 @@ use clap::ValueEnum;
 use serde_json::json;
 
 use super::super::device::backend;
+use super::super::few_tokens::{self, Found};
 use super::super::open::{Located, Measurement, Runnable, check_measurement, corpus, locate, open, perplexity};
 use super::artifact;
 use super::calibration::{Calibrated, calibrated};
@@ -20,7 +21,7 @@ use super::job::Job;
 use super::memory;
 use super::modules::{self, Modules};
 use super::summary::{BlockScaling, Summary};
-use super::work::{Found, ModuleReport, Resume, Work, blocks};
+use super::work::{self, ModuleReport, Resume, Work, blocks};
 use crate::backend::Backend;
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
@@ -124,7 +125,11 @@ impl Run<'_> {
             );
         }
         let calibrated = if self.method.calibrates() {
-            Some(calibrated(self.calibration, self.output.bos, &original)?)
+            let (windows, record) = calibrated(self.calibration, self.output.bos, &original)?;
+            let found = if self.method.needs().gram { Found::Hessians } else { Found::Statistics };
+            let remedy = "give a longer text (--calib), or a larger --nsamples or --seqlen";
+            few_tokens::warn(model, windows.len() * record.seqlen, found, remedy, printer);
+            Some((windows, record))
         } else {
             None
         };
@@ -157,7 +162,7 @@ impl Run<'_> {
             calibration: calibrated.as_ref().map(|(_, record)| record.clone()),
         };
         let record = json!({"tool": env!("CARGO_PKG_VERSION"), "recipe": recipe, "source": source_files});
-        let Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.resume())?;
+        let work::Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.resume())?;
         if self.output.resume && !resumed {
             printer.note("--resume: no earlier run is there; starting from the first block");
         }

@@ -186,3 +186,37 @@ fn infinite_perplexity_fails_every_measurement() {
     fs::remove_dir_all(scene.path("report")).unwrap();
     scene.run(&validate).ended(1).says(&["of the artifact the perplexity is infinite"]);
 }
+
+/// Few tokens leave a Hessian without full rank, and statistics to chance.
+#[test]
+fn calibration_on_a_handful_of_tokens_warns_once() {
+    let scene = Scene::tiny("llama");
+    let warned = |args: &[&str], words: &[&str]| {
+        let ran = scene.run(args).ok().says(words);
+        assert_eq!(ran.stderr.matches("warning: calibration sees").count(), 1, "{}", ran.stderr);
+    };
+    let short = ["--group-size", "32", "--calib", "calib.txt", "--nsamples", "2", "--seqlen", "32", "--no-eval"];
+    let hessian = ["calibration sees 64 tokens", "has 96 inputs", "rank of 64", "--nsamples"];
+    let statistics = ["calibration sees 64 tokens", "fewer than 4096", "--nsamples"];
+    warned(&[&["gptq", "model", "-o", "a"], &short[..]].concat(), &hessian);
+    warned(&[&["awq", "model", "-o", "b", "--points", "2"], &short[..]].concat(), &statistics);
+    warned(&[&["rtn", "model", "-o", "c", "--grid", "hessian"], &short[..]].concat(), &statistics);
+    warned(&[&["smoothquant", "model", "-o", "d", "--alpha", "0.5"], &short[2..]].concat(), &statistics);
+    warned(&[&["fp8", "model", "-o", "e", "--kv-cache", "fp8"], &short[2..]].concat(), &statistics);
+    warned(
+        &[&["fp8", "model", "-o", "f", "--rounding", "gptq", "--weights", "channel"], &short[2..]].concat(),
+        &hessian,
+    );
+    let chunks = ["--calib", "calib.txt", "--chunks", "1"];
+    let gguf = ["gguf", "model", "--type", "q8_0"];
+    warned(&[&gguf[..], &["-o", "g.gguf", "--imatrix", "auto"], &chunks].concat(), &["64 tokens", "more --chunks"]);
+    warned(&[&gguf[..], &["-o", "h.gguf", "--error-feedback"], &chunks].concat(), &["has 96 inputs", "rank of 64"]);
+    warned(&[&gguf[..], &["-o", "i.gguf", "--error-feedback", "--imatrix", "auto"], &chunks].concat(), &["rank of 64"]);
+    warned(&[&["imatrix", "model", "-o", "j.gguf"], &chunks[..]].concat(), &["64 tokens", "fewer than 4096"]);
+    let kv = ["eval", "kv", "model", "--kv-cache-dtype", "int8", "--text", "eval.txt", "--window", "32"];
+    warned(&[&kv[..], &["--max-windows", "1"]].concat(), &["fewer than 4096", "`--kv-cache fp8`"]);
+    let enough =
+        ["gptq", "model", "-o", "k", "--calib", "calib.txt", "--group-size", "32", "--nsamples", "64", "--no-eval"];
+    let ran = scene.run(&[&enough[..], &["--seqlen", "64"]].concat()).ok();
+    assert!(!ran.stderr.contains("calibration sees"), "{}", ran.stderr);
+}
