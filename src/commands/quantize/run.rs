@@ -18,6 +18,7 @@ use super::calibration::{Calibrated, calibrated};
 use super::control::{control, plain};
 use super::form::Form;
 use super::job::Job;
+use super::loadable::LeftOut;
 use super::memory;
 use super::modules::{self, Modules};
 use super::summary::{BlockScaling, Summary};
@@ -35,7 +36,7 @@ use crate::evaluate::finite::DAMAGED;
 use crate::evaluate::perplexity::{Measured, Perplexity, peak_rss_bytes};
 use crate::evaluate::windows::Convention;
 use crate::format::atomic::{OutputFolder, recover, require_space};
-use crate::format::consumers::{Module, check, largest_tp, parse, refusals_everywhere};
+use crate::format::consumers::Module;
 use crate::format::layout::{Description, GptqFacts, Layout};
 use crate::format::manifest::hash_files;
 use crate::format::safetensors::{plan_shards, planned_bytes};
@@ -62,6 +63,7 @@ pub struct Run<'a> {
 /// What is settled before any work.
 pub struct Settled {
     pub modules: Modules,
+    pub left_out: LeftOut,
     pub version: Version,
     pub layout: Box<dyn Layout>,
 }
@@ -84,7 +86,7 @@ impl Run<'_> {
         let original = open(&located.dir, backend.clone(), printer)?;
         self.refuse_quantized(&original, &located)?;
         let model = &original.model;
-        let Settled { modules, version, layout } = self.settle(model)?;
+        let Settled { modules, left_out, version, layout } = self.settle(model)?;
         modules.notes.iter().for_each(|note| printer.warn(note));
         self.check_consumers(&modules, &*layout)?;
         if let Rounding::Float8 { tile, feedback: true } = self.method.rounding {
@@ -156,6 +158,7 @@ impl Run<'_> {
             rules: self.scheme.rules.clone(),
             skips: self.scheme.skips.clone(),
             on_misfit: spelling(self.scheme.on_misfit),
+            left_out,
             format: self.form.name(version).into(),
             max_shard_bytes: self.max_shard_bytes(),
             device: calibrated.as_ref().map(|_| backend.kind()),
@@ -289,14 +292,15 @@ impl Run<'_> {
     /// Which linears are quantized, and how they are stored; refused here if that cannot be.
     pub fn settle(&self, model: &Model) -> Result<Settled> {
         let base = self.method.scheme();
-        let modules = modules::settle(model, base, &self.scheme, &*self.form.layout(&self.method, Version::V1))?;
+        let mut modules = modules::settle(model, base, &self.scheme, &*self.form.layout(&self.method, Version::V1))?;
+        let left_out = self.leave_out(&mut modules)?;
         let version = match &self.output.checkpoint_format {
             Some(name) => Version::parse(name).context("--checkpoint-format is gptq or gptq_v2")?,
             None => modules.safest_version(base),
         };
         let layout = self.form.layout(&self.method, version);
         layout.accepts(&modules.modules).map_err(anyhow::Error::msg)?;
-        Ok(Settled { modules, version, layout })
+        Ok(Settled { modules, left_out, version, layout })
     }
 
     /// What happens to finished blocks when the run ends early.
@@ -356,26 +360,6 @@ impl Run<'_> {
         }
     }
 
-    /// `--for` refuses; without it, consumers that would not load the artifact are named.
-    pub fn check_consumers(&self, modules: &Modules, layout: &dyn Layout) -> Result<()> {
-        let plan = modules.plan(self.method.scheme(), layout.kind(self.scattered()), self.method.kv_cache);
-        for name in &self.output.consumers {
-            if let Some(refusal) = check(parse(name)?, &plan).first() {
-                bail!("--for {name}: {refusal}");
-            }
-        }
-        if self.output.consumers.is_empty() {
-            refusals_everywhere(&plan)
-                .iter()
-                .for_each(|refusal| self.printer.warn(format!("would not be loaded by {refusal}")));
-        }
-        let split = largest_tp(&plan);
-        if let Some(limit) = &split.limit {
-            self.printer.note(format!("tensor parallel up to {}: {limit}", split.degree));
-        }
-        Ok(())
-    }
-
     fn gptq_facts(&self) -> Option<GptqFacts> {
         match &self.method.rounding {
             Rounding::Gptq { options, true_sequential, .. } => Some(GptqFacts {
@@ -390,7 +374,7 @@ impl Run<'_> {
     }
 
     /// Whether groups follow activation order.
-    fn scattered(&self) -> bool {
+    pub fn scattered(&self) -> bool {
         matches!(&self.method.rounding, Rounding::Gptq { options, .. } if options.order == Order::Activation && !options.static_groups)
     }
 
