@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use crate::backend::DeviceError;
 use crate::cli::interrupt::Interrupted;
-use crate::cli::print::to_stderr;
+use crate::cli::print::{named, to_stderr};
 use crate::evaluate::perplexity::PerplexityError;
 use crate::model::ModelError;
 
@@ -70,7 +70,7 @@ pub fn report(error: &anyhow::Error) -> ExitCode {
             text = if text.is_empty() { cause } else { format!("{text}: {cause}") };
         }
     }
-    to_stderr(&format!("error: {text}"));
+    to_stderr(&named(&format!("error: {text}")));
     ExitCode::from(code)
 }
 

@@ -12,7 +12,7 @@ use crate::calibrate::corpus::{Corpus, RenderChat};
 use crate::checkpoint::Checkpoint;
 use crate::cli::args::ModelArgs;
 use crate::cli::interrupt;
-use crate::cli::print::Printer;
+use crate::cli::print::{Printer, report_as};
 use crate::engine::score;
 use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
 use crate::evaluate::windows::{Convention, plan};
@@ -100,6 +100,7 @@ fn unpack(name: &str, files: &[(&str, &[u8])]) -> Result<Located> {
     // Formats that tell the name of a model take that of its folder.
     let dir = unpacked.path().join(name);
     std::fs::create_dir(&dir).context(failed)?;
+    report_as(&dir, Path::new(name));
     for (file, contents) in files {
         std::fs::write(dir.join(file), contents).context(failed)?;
     }

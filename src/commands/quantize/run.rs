@@ -31,7 +31,7 @@ use crate::checkpoint::Entry;
 use crate::cli::args::{CalibrationArgs, ModelArgs, OutputArgs, SamplingArg, SchemeArgs};
 use crate::cli::exit::{self, CheckFailed};
 use crate::cli::interrupt;
-use crate::cli::print::Printer;
+use crate::cli::print::{Printer, report_as};
 use crate::evaluate::finite::DAMAGED;
 use crate::evaluate::perplexity::{Measured, Perplexity, peak_rss_bytes};
 use crate::evaluate::windows::Convention;
@@ -140,6 +140,7 @@ impl Run<'_> {
         interrupt::listen();
         let folder =
             if self.output.overwrite { OutputFolder::replace(&target)? } else { OutputFolder::create(&target)? };
+        report_as(folder.path(), &target);
         let shards =
             plan_shards(artifact::specs(model, &modules, &*layout, self.method.kv_cache), self.max_shard_bytes());
         // The blocks stand in the work folder until the artifact is whole.
@@ -166,6 +167,7 @@ impl Run<'_> {
         };
         let record = json!({"tool": env!("CARGO_PKG_VERSION"), "recipe": recipe, "source": source_files});
         let work::Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.resume())?;
+        report_as(work.dir(), &target);
         if self.output.resume && !resumed {
             printer.note("--resume: no earlier run is there; starting from the first block");
         }
