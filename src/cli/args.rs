@@ -147,7 +147,8 @@ pub struct SchemeArgs {
     /// Leave modules whose path matches in floating point
     #[arg(long = "skip", value_name = "REGEX")]
     pub skips: Vec<String>,
-    /// What to do where the group size does not divide a module's input
+    /// What to do where the group size does not divide a module's input; with `skip`, modules that a consumer of --for
+    /// would not load stay in floating point too
     #[arg(long, value_enum, default_value_t = OnMisfit::Refuse)]
     pub on_misfit: OnMisfit,
     /// Whether the command has that option.

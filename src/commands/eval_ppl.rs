@@ -1,14 +1,16 @@
 //! `quantkit eval ppl`
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use super::device::backend;
 use super::open::{Measurement, corpus, locate, open, perplexity};
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::PplArgs;
+use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
+use crate::evaluate::finite::DAMAGED;
 use crate::model::tokenizer::BosMode;
 
 pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
@@ -48,5 +50,8 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     {
         printer.text(format!("word perplexity {word:.4}, byte perplexity {byte:.4}, bits per byte {bits:.4}"))?;
     }
-    Ok(())
+    match &result.reason {
+        Some(reason) => bail!(CheckFailed(format!("`{}`: {reason}: {DAMAGED}", located.name))),
+        None => Ok(()),
+    }
 }

@@ -78,6 +78,11 @@ pub enum Mismatch {
 }
 
 impl Manifest {
+    /// The quantization method that the settings name.
+    pub fn method(&self) -> Option<&str> {
+        self.options.get("method")?.as_str()
+    }
+
     /// Writes `quantkit.json` into `dir`.
     pub fn write(&self, dir: &Path) -> Result<(), ManifestError> {
         let path = dir.join(FILE);

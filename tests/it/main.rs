@@ -7,6 +7,7 @@ mod baseline;
 mod batching;
 mod cli;
 mod cuda;
+mod cuts;
 mod emulator;
 mod end_to_end;
 mod families;

@@ -16,6 +16,10 @@ pub fn lines(facts: &Facts) -> Vec<String> {
     line(
         "method",
         match (&facts.method, &facts.variant) {
+            (Some(method), variant) if facts.layout.as_ref().is_some_and(|layout| layout != method) => {
+                let variant = variant.as_ref().map_or(String::new(), |variant| format!(" ({variant})"));
+                format!("{method}, stored as {}{variant}", facts.layout.as_deref().unwrap_or_default())
+            }
             (Some(method), Some(variant)) => format!("{method} ({variant})"),
             (Some(one), None) => one.clone(),
             (None, Some(variant)) => format!("none, plain floats ({variant})"),

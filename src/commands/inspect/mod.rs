@@ -98,7 +98,7 @@ fn folder(path: &Path) -> Result<Facts> {
     facts.tokenizer =
         ["tokenizer.json", "tokenizer.model"].into_iter().find(|name| side.iter().any(|s| s == name)).map(Into::into);
     if let Some(found) = &found {
-        facts.method = Some(found.method.clone());
+        (facts.method, facts.layout) = (Some(found.method.clone()), Some(found.method.clone()));
         facts.quantization(&found.value);
         facts.quantization_config = Some(found.value.clone());
     }
@@ -156,7 +156,8 @@ fn file(path: &Path) -> Result<Facts> {
         chosen.fold((0, 0), |(count, size), t| (count + t.len() as u64, size + t.bytes.len() as u64))
     };
     facts.counted(sum(false), sum(true));
-    facts.method = (sum(true).0 > 0).then(|| "gguf".into());
+    facts.layout = (sum(true).0 > 0).then(|| "gguf".into());
+    facts.method.clone_from(&facts.layout);
     let number = metadata.read::<u32>("general.file_type").unwrap_or_else(|error| {
         facts.warnings.push(error.to_string());
         None

@@ -26,6 +26,7 @@ use crate::cli::print::Printer;
 use crate::cli::validation::{Part, ValidateArgs};
 use crate::engine::speculate::Ahead;
 use crate::evaluate::divergence::Reference;
+use crate::evaluate::finite;
 use crate::evaluate::integrity;
 use crate::format::manifest::Manifest;
 use crate::report::{Check, Identity, Report, Role, Status};
@@ -186,6 +187,10 @@ fn measure(
                 compared.perplexity.control = Some(control);
             }
         }
+        if let Some(reason) = finite::comparison(&compared.divergence.figures) {
+            let message = format!("on `{}` {reason}", corpus.name);
+            report.checks.push(Check { id: "finite".into(), status: Status::Fail, message });
+        }
         report.perplexity.push(compared.perplexity);
         report.divergence.push(compared.divergence);
     }
@@ -202,6 +207,9 @@ fn measure(
                 message: "caches of few bits do what they should with the scales that engines take".into(),
             },
         });
+        if let Some(message) = eval_kv::broken(&cache) {
+            report.checks.push(Check { id: "finite".into(), status: Status::Fail, message });
+        }
         report.cache = Some(cache);
     }
     if wanted(Part::Spec) {
