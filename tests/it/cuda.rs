@@ -10,6 +10,7 @@ mod few_rows;
 mod ggml;
 mod linear;
 mod model;
+mod rounding;
 mod solver;
 
 use std::sync::Arc;

@@ -61,10 +61,10 @@ macro_rules! pair {
 
 fn dense_kernels(plane: Plane, x_planes: usize, w_planes: usize) -> Pair {
     match (plane, x_planes, w_planes) {
-        (Plane::F16, 1, _) => pair!("gemm_f16_x1", 64 << 10, 32),
-        (Plane::F16, ..) => pair!("gemm_f16_x2", 72 << 10, 32),
-        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", 64 << 10, 32),
-        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", 72 << 10, 32),
+        (Plane::F16, 1, _) => pair!("gemm_f16_x1", 96 << 10, 32),
+        (Plane::F16, ..) => pair!("gemm_f16_x2", 96 << 10, 32),
+        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", 96 << 10, 32),
+        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", 96 << 10, 32),
         (Plane::Bf16, ..) => pair!("gemm_bf16_x3", 96 << 10, 32),
     }
 }
@@ -95,7 +95,8 @@ pub fn linear(
     let out = Tensor::cuda(x.rows, rows, floats(x.buffer().device(), x.rows, rows)?);
     match weight {
         DeviceMatrix::Dense { plane, high, low, stride } => {
-            let weight = Planes { plane: *plane, high: high.clone(), low: low.clone(), stride: *stride };
+            let (high, low) = (high.clone(), low.clone());
+            let weight = Planes { plane: *plane, high, low, stride: *stride, of_rows: None };
             dense(x, &weight, bias, precision, &out)?;
         }
         DeviceMatrix::Quant(weight) => quant(x, weight, bias, precision, &out)?,
@@ -112,6 +113,8 @@ pub(super) struct Planes {
     pub high: Buffer,
     pub low: Option<Buffer>,
     pub stride: usize,
+    /// Units of the rows, f32 and powers of two; none: all are 1. Activations in f16 have them, weights do not.
+    pub of_rows: Option<Buffer>,
 }
 
 impl Planes {
@@ -121,14 +124,22 @@ impl Planes {
         let bytes = x.rows * stride * 2;
         let high = device.alloc(bytes)?;
         let low = if precision == Precision::Double { Some(device.alloc(bytes)?) } else { None };
-        let kernel = match plane {
-            Plane::F16 => "split_f16",
-            Plane::Bf16 => "split_bf16",
+        let of_rows = match plane {
+            Plane::F16 => {
+                let of_rows = floats(device, x.rows, 1)?;
+                let launch = device.launch("split_f16", [x.rows, 1, 1], BLOCK).buffer(x.buffer()).buffer(&high);
+                let launch = launch.optional(low.as_ref()).buffer(&of_rows).optional(gather);
+                launch.u32(x.cols).u32(stride).go()?;
+                Some(of_rows)
+            }
+            Plane::Bf16 => {
+                let launch = device.launch("split_bf16", [x.rows, stride.div_ceil(256), 1], 128).buffer(x.buffer());
+                let launch = launch.buffer(&high).optional(low.as_ref()).optional(gather);
+                launch.u32(x.rows).u32(x.cols).u32(stride).go()?;
+                None
+            }
         };
-        let launch = device.launch(kernel, [x.rows, stride.div_ceil(256), 1], 128).buffer(x.buffer());
-        let launch = launch.buffer(&high).optional(low.as_ref()).optional(gather);
-        launch.u32(x.rows).u32(x.cols).u32(stride).go()?;
-        Ok(Self { plane, high, low, stride })
+        Ok(Self { plane, high, low, stride, of_rows })
     }
 
     fn count(&self) -> usize {
@@ -170,7 +181,8 @@ pub(super) fn tensor_cores(x: &Planes, weight: &Planes, bias: Option<&Buffer>, o
     let kernels = dense_kernels(weight.plane, x.count(), weight.count());
     let (kernel, grid, shared) = kernels.shape(out.rows, n);
     let launch = device.launch(kernel, grid, BLOCK).shared(shared).buffer(&x.high).optional(x.low.as_ref());
-    let launch = launch.buffer(&weight.high).optional(weight.low.as_ref()).optional(bias).buffer(out.buffer());
+    let launch = launch.buffer(&weight.high).optional(weight.low.as_ref()).optional(bias);
+    let launch = launch.optional(x.of_rows.as_ref()).buffer(out.buffer());
     launch.u32(out.rows).u32(n).u32(weight.stride).go()
 }
 
@@ -196,7 +208,7 @@ fn quant(x: &Tensor, weight: &Quant, bias: Option<&Buffer>, precision: Precision
     let (kernel, grid, shared) = kernels.shape(out.rows, n);
     let launch = device.launch(kernel, grid, BLOCK).shared(shared).buffer(&x.high).optional(x.low.as_ref());
     let launch = launch.buffer(&weight.q).buffer(&weight.scales).buffer(&weight.zeros);
-    let launch = launch.optional(bias).buffer(out.buffer());
+    let launch = launch.optional(bias).optional(x.of_rows.as_ref()).buffer(out.buffer());
     launch.u32(out.rows).u32(n).u32(weight.units).u32(weight.units_per_group).go()
 }
 
@@ -256,6 +268,11 @@ fn failed(device: &Device, error: CublasError) -> super::super::DeviceError {
     device.failed(format!("cuBLAS: {error}"))
 }
 
+/// Columns whose products cuBLAS sums up at once where results are to be as good as f32. Tensor cores do not round sums to
+/// nearest, and long ones drift (see `CHAIN` in `kernels/gemm_tile.cuh`): this keeps the drift of a sum whose products have
+/// one sign at 1e-5. Fewer would be better, but results go to memory and back each time.
+const BLAS_COLUMNS: usize = 1024;
+
 /// The planes' products one after the other, large ones first.
 fn dense_blas(blas: &CudaBlas, x: &Planes, weight: &Planes, bias: Option<&Buffer>, out: &Tensor) -> Done<()> {
     let device = out.buffer().device();
@@ -268,33 +285,42 @@ fn dense_blas(blas: &CudaBlas, x: &Planes, weight: &Planes, bias: Option<&Buffer
     let mut products = vec![(&x.high, &weight.high)];
     products.extend(x.low.as_ref().map(|low| (low, &weight.high)));
     products.extend(weight.low.as_ref().map(|low| (&x.high, low)));
-    for (i, (x, w)) in products.into_iter().enumerate() {
-        let (alpha, beta) = (1.0f32, if i == 0 { 0.0f32 } else { 1.0 });
-        // SAFETY: w is [n][k], x [rows][k] and out [rows][n], all alive; the factors are read before it returns.
-        unsafe {
-            cublas::gemm_ex(
-                handle,
-                cublasOperation_t::CUBLAS_OP_T,
-                cublasOperation_t::CUBLAS_OP_N,
-                n,
-                rows,
-                k,
-                (&raw const alpha).cast(),
-                w.pointer() as *const _,
-                kind,
-                k,
-                x.pointer() as *const _,
-                kind,
-                k,
-                (&raw const beta).cast(),
-                out.buffer().pointer() as *mut _,
-                cudaDataType_t::CUDA_R_32F,
-                n,
-                cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-            )
+    let step = if x.low.is_some() { BLAS_COLUMNS } else { weight.stride };
+    let (alpha, mut beta) = (1.0f32, 0.0f32);
+    for (x, w) in products {
+        for first in (0..weight.stride).step_by(step) {
+            let (columns, at) = (step.min(weight.stride - first) as c_int, 2 * first as u64);
+            // SAFETY: w is [n][k], x [rows][k] and out [rows][n], all alive, and the columns from `first` on lie within k;
+            // the factors are read before it returns.
+            unsafe {
+                cublas::gemm_ex(
+                    handle,
+                    cublasOperation_t::CUBLAS_OP_T,
+                    cublasOperation_t::CUBLAS_OP_N,
+                    n,
+                    rows,
+                    columns,
+                    (&raw const alpha).cast(),
+                    (w.pointer() + at) as *const _,
+                    kind,
+                    k,
+                    (x.pointer() + at) as *const _,
+                    kind,
+                    k,
+                    (&raw const beta).cast(),
+                    out.buffer().pointer() as *mut _,
+                    cudaDataType_t::CUDA_R_32F,
+                    n,
+                    cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                    cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+                )
+            }
+            .map_err(|e| failed(device, e))?;
+            beta = 1.0;
         }
-        .map_err(|e| failed(device, e))?;
+    }
+    if x.of_rows.is_some() {
+        return eight_bits::scale_outputs(out, x.of_rows.as_ref(), None, bias);
     }
     let Some(bias) = bias else { return Ok(()) };
     let launch = device.launch("add_row", [out.rows, out.cols.div_ceil(BLOCK), 1], BLOCK);
