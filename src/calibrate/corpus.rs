@@ -130,9 +130,10 @@ impl Corpus {
             if stream.len() >= enough {
                 break;
             }
-            let encoded: Vec<Vec<u32>> =
-                documents.par_iter().map(|document| tokenizer.encode(document)).collect::<Result<_, _>>()?;
+            let encoded: Vec<_> = documents.par_iter().map(|document| tokenizer.encode(document)).collect();
+            // Taken in order: the first fault is reported, whichever thread finds one first.
             for tokens in encoded {
+                let tokens = tokens?;
                 let ended = stream.last().is_none_or(|last| tokenizer.eos().contains(last));
                 if let (false, Some(&eos)) = (ended, tokenizer.eos().first()) {
                     stream.push(eos);

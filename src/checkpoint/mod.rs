@@ -255,7 +255,8 @@ fn map_file(dir: &Path, file: &Arc<str>, tensors: &mut BTreeMap<String, Entry>) 
     let header = |why: String| CheckpointError::Header { path: path.clone(), why };
     let (data_start, metadata) = SafeTensors::read_metadata(&map).map_err(|e| header(e.to_string()))?;
     let data_start = data_start + 8;
-    for (name, info) in metadata.tensors() {
+    // Sorted: the crate's map has another order in every run, and the first fault is the one reported.
+    for (name, info) in metadata.tensors().into_iter().collect::<BTreeMap<_, _>>() {
         let dtype = Dtype::parse(&info.dtype.to_string()).ok_or_else(|| CheckpointError::Unread {
             path: path.clone(),
             tensor: name.clone(),

@@ -111,7 +111,9 @@ impl<L: Linear> StoredSource<L> {
             Ok(linear) => Ok((name.clone(), linear)),
             Err(why) => Err(FormatError::Damaged { module: name.clone(), dir: checkpoint.dir().into(), why }),
         };
-        let modules = names.par_iter().map(read).collect::<Result<_, _>>()?;
+        let read: Vec<Result<_, FormatError>> = names.par_iter().map(read).collect();
+        // Not collected in parallel: the first fault in order is reported, whichever thread finds one first.
+        let modules = read.into_iter().collect::<Result<_, _>>()?;
         Ok(Self { checkpoint, modules })
     }
 }

@@ -309,6 +309,36 @@ fn hostile_artifacts_are_refused() {
     assert!(error.contains("the scale of output 0 in group 0 is inf"), "{error}");
 }
 
+/// A fault is reported by the first name in order, whatever the order of a map or of threads.
+#[test]
+fn the_first_fault_in_order_is_reported() {
+    let header = |names: &[&str]| {
+        let tensor = |(i, name): (usize, &&str)| {
+            format!(r#""{name}":{{"dtype":"F4","shape":[4],"data_offsets":[{},{}]}}"#, 2 * i, 2 * i + 2)
+        };
+        let tensors: Vec<String> = names.iter().enumerate().map(tensor).collect();
+        let text = format!("{{{}}}", tensors.join(","));
+        [&(text.len() as u64).to_le_bytes(), text.as_bytes(), &vec![0; 2 * names.len()]].concat()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), "{}").unwrap();
+    let names: Vec<String> = (0..20).map(|i| format!("layer.{i:02}.weight")).collect();
+    let names: Vec<&str> = names.iter().rev().map(String::as_str).collect();
+    fs::write(dir.path().join("model.safetensors"), header(&names)).unwrap();
+    for _ in 0..8 {
+        let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("tensor `layer.00.weight` is F4, which is not read"), "{error}");
+    }
+
+    let mut folder = folder::Folder::bare(json!({"quant_method": "fp8"}));
+    for layer in 0..64 {
+        folder.add(&format!("layer.{layer:02}.weight"), Dtype::F8E4M3, &[2, 2], vec![0x38; 4]);
+    }
+    for _ in 0..8 {
+        assert!(folder.damage().contains("module `layer.00` in"));
+    }
+}
+
 #[test]
 fn output_appears_whole_or_not_at_all() {
     let dir = tempfile::tempdir().unwrap();
