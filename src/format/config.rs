@@ -1,6 +1,7 @@
 //! Where model folders say how they are quantized: found when reading, placed when writing.
 
-use std::path::PathBuf;
+use std::fmt;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
@@ -49,9 +50,63 @@ fn found(path: PathBuf, value: Value) -> Result<Found, FormatError> {
     } else {
         None
     };
-    match text("quant_method").or(text("method")).or(guessed) {
-        Some(method) => Ok(Found { method: method.to_lowercase(), path, value }),
+    let method = text("quant_method").or(text("method")).or(guessed).map(str::to_lowercase);
+    match method.as_deref() {
+        // AutoRound's older spellings.
+        Some("intel/auto-round" | "auto_round") => Ok(Found { method: "auto-round".into(), path, value }),
+        Some(method) => Ok(Found { method: method.into(), path, value }),
         None => Err(FormatError::Config { path, why: "it names no `quant_method`".into() }),
+    }
+}
+
+/// Why what a config says is not read.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Unfit {
+    /// No writer's config says this: it is damaged.
+    Invalid(String),
+    /// A sound config of a form that is not read here.
+    Unread(String),
+}
+
+impl From<String> for Unfit {
+    fn from(why: String) -> Self {
+        Unfit::Invalid(why)
+    }
+}
+
+impl From<&str> for Unfit {
+    fn from(why: &str) -> Self {
+        Unfit::Invalid(why.into())
+    }
+}
+
+impl fmt::Display for Unfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Unfit::Invalid(why) | Unfit::Unread(why) => f.write_str(why),
+        }
+    }
+}
+
+impl Unfit {
+    /// The same with the place in the config where it is.
+    pub(super) fn within(self, place: &str) -> Self {
+        match self {
+            Unfit::Invalid(why) => Unfit::Invalid(format!("in `{place}`: {why}")),
+            Unfit::Unread(why) => Unfit::Unread(format!("in `{place}`: {why}")),
+        }
+    }
+
+    /// The error about the config of a folder.
+    pub(super) fn of(self, found: &Found) -> FormatError {
+        let (path, method) = (found.path.clone(), found.method.clone());
+        match self {
+            Unfit::Invalid(why) => FormatError::Config { path, why },
+            Unfit::Unread(why) => {
+                let dir = path.parent().unwrap_or(Path::new("")).into();
+                FormatError::Variant { dir, method, why }
+            }
+        }
     }
 }
 

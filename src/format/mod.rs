@@ -65,7 +65,7 @@ pub struct Opened {
 /// What consumers look at in a quantized folder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Quantization {
-    /// Of all linears; of the first where they differ.
+    /// Of all linears; of most weights where they differ.
     pub kind: Kind,
     /// What the config says of most linears, or that of the first.
     pub base: Scheme,
@@ -111,10 +111,21 @@ pub enum FormatError {
     Gguf(#[from] gguf::source::GgufError),
     #[error("`{dir}` is quantized by `{method}`, which is not read; readable are: {known}")]
     Method { dir: PathBuf, method: String, known: String },
+    #[error(
+        "`{dir}` is quantized by `{method}` in a form that quantkit does not read: {why}; give the model it was made from"
+    )]
+    Variant { dir: PathBuf, method: String, why: String },
     #[error("the quantization config in `{path}` is not valid: {why}")]
     Config { path: PathBuf, why: String },
     #[error("module `{module}` in `{dir}` is damaged: {why}; download or quantize it again")]
     Damaged { module: String, dir: PathBuf, why: String },
+}
+
+impl FormatError {
+    /// Whether there is nothing wrong with what was given, but that it is of a kind that is not read.
+    pub fn is_unread(&self) -> bool {
+        matches!(self, FormatError::Method { .. } | FormatError::Variant { .. })
+    }
 }
 
 /// Opens the weights of a model folder, whatever form they are stored in.

@@ -3,6 +3,7 @@
 mod awq;
 mod compressed;
 mod folder;
+mod foreign;
 mod fp8;
 mod layouts;
 

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::backend::weight::Weight;
 use crate::checkpoint::Checkpoint;
-use crate::format::config::Found;
+use crate::format::config::{Found, Unfit};
 use crate::format::consumers::Kind;
 use crate::format::stored::{FLOATS, Linear, StoredSource, Tensors, having, left_out, nothing_quantized};
 use crate::format::{FormatError, Opened};
@@ -29,14 +29,14 @@ struct Stored {
 
 /// Opens a folder whose config says `awq`.
 pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError> {
-    let settings = parse(&found.value).map_err(|why| FormatError::Config { path: found.path.clone(), why })?;
+    let settings = parse(&found.value).map_err(|why| why.of(found))?;
     let names = having(&checkpoint, "qweight", &[Dtype::I32]);
     if names.is_empty() {
         return Err(nothing_quantized(found, "of I32 ends in `.qweight`"));
     }
     let left = skips(&found.value);
     let warnings = left_out(&names, |name| left.iter().any(|part| name.contains(part)));
-    let source = StoredSource::open(checkpoint, &names, |tensors| check(tensors, &settings))?;
+    let source = StoredSource::open(checkpoint, &found.method, &names, |tensors| check(tensors, &settings))?;
     let quantization = source
         .quantization(|stored| (Kind::Awq, Scheme { bits: BITS, group_size: settings.group_size, sym: !stored.zeros }));
     Ok(Opened { method: Some("awq"), source: Box::new(source), quantization, warnings })
@@ -47,14 +47,15 @@ fn skips(value: &Value) -> Vec<&str> {
     names.into_iter().flatten().filter_map(Value::as_str).collect()
 }
 
-fn parse(value: &Value) -> Result<Settings, String> {
+fn parse(value: &Value) -> Result<Settings, Unfit> {
     let either = |keys: [&str; 2]| {
         let found = keys.into_iter().find_map(|key| value.get(key).filter(|v| !v.is_null()));
         found.ok_or_else(|| format!("`{}` is missing", keys[0]))
     };
     let bits = either(["bits", "w_bit"])?;
     if bits.as_u64() != Some(u64::from(BITS)) {
-        return Err(format!("`bits` is {bits}; AWQ words of 4 are read"));
+        let why = format!("`bits` is {bits}; AWQ words of 4 are read");
+        return Err(if matches!(bits.as_u64(), Some(1..=8)) { Unfit::Unread(why) } else { why.into() });
     }
     let size = either(["group_size", "q_group_size"])?;
     let read = size.as_i64().and_then(|s| i32::try_from(s).ok()).and_then(GroupSize::new);
@@ -67,7 +68,7 @@ fn parse(value: &Value) -> Result<Settings, String> {
         if let Some(version) = value.get(key).and_then(Value::as_str)
             && !version.eq_ignore_ascii_case("gemm")
         {
-            return Err(format!("tensors are laid out as `{version}`; only `gemm` is read"));
+            return Err(Unfit::Unread(format!("tensors are laid out as `{version}`; only `gemm` is read")));
         }
     }
     Ok(Settings { group_size, zero_point })
@@ -119,7 +120,7 @@ mod tests {
             (json!({"bits": 4, "group_size": 64, "version": "gemv_fast"}), "`gemv_fast`"),
             (json!({"bits": 4, "group_size": 64, "zero_point": 1}), "`zero_point` is 1"),
         ] {
-            let error = parse(&value).err().unwrap();
+            let error = parse(&value).err().unwrap().to_string();
             assert!(error.contains(part), "{error}");
         }
     }

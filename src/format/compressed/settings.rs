@@ -3,6 +3,7 @@
 use regex::Regex;
 use serde_json::{Map, Value};
 
+use crate::format::config::Unfit;
 use crate::format::layout::InputsKind;
 
 /// The readable part of a config.
@@ -55,24 +56,37 @@ const CLASS: &str = "Linear";
 /// How tensors are stored in the forms that are read.
 const FORMATS: [&str; 5] = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"];
 
+/// Other forms, with what they are called elsewhere.
+const OTHERS: [(&str, &str); 7] = [
+    ("nvfp4-pack-quantized", "NVFP4: floats of 4 bits, a scale in E4M3 for 16 of them"),
+    ("mxfp4-pack-quantized", "MXFP4: floats of 4 bits, a power of two for 32 of them"),
+    ("mxfp8-quantized", "MXFP8: floats of 8 bits, a power of two for 32 of them"),
+    ("marlin-24", "2:4 sparse integers for Marlin kernels"),
+    ("sparse-24-bitmask", "2:4 sparse, with a mask of bits"),
+    ("sparse-bitmask", "sparse, with a mask of bits"),
+    ("nvfp4-e5m3-pack-quantized", "NVFP4 with scales in E5M3"),
+];
+
 impl Settings {
-    pub fn parse(value: &Value) -> Result<Self, String> {
+    pub fn parse(value: &Value) -> Result<Self, Unfit> {
         let filled = |key: &str| value.get(key).and_then(Value::as_object).filter(|object| !object.is_empty());
         if let Some(sparsity) = filled("sparsity_config")
             && sparsity.get("format").and_then(Value::as_str) != Some("dense")
         {
-            return Err("its weights are stored sparse, which is not read".into());
+            let format = sparsity.get("format").and_then(Value::as_str).unwrap_or("no named form");
+            return Err(Unfit::Unread(format!("its weights are stored sparse (`{format}`)")));
         }
         if filled("transform_config").is_some_and(|t| t.get("config_groups") != Some(&Value::Object(Map::new()))) {
-            return Err("its inputs are to be rotated (`transform_config`), which is not done here".into());
+            return Err(Unfit::Unread("its inputs are to be rotated (`transform_config`)".into()));
         }
         let whole = known_format(value)?;
         let groups = value.get("config_groups").and_then(Value::as_object).ok_or("`config_groups` is missing")?;
         let mut unreadable = Vec::new();
         let mut parsed = Vec::new();
         for (name, group) in groups {
-            let group = group.as_object().ok_or_else(|| format!("`{name}` is no object; presets are not read"))?;
-            let within = |why: String| format!("in `{name}`: {why}");
+            let preset = || Unfit::Unread(format!("`{name}` is no object; presets are not read"));
+            let group = group.as_object().ok_or_else(preset)?;
+            let within = |why: Unfit| why.within(name);
             known_format(&Value::Object(group.clone())).map_err(within)?;
             // A group without weights is about the cache of keys and values.
             let Some(weights) = group.get("weights").filter(|v| !v.is_null()) else { continue };
@@ -82,11 +96,11 @@ impl Settings {
                 // Packed integers in a file that says nothing of inputs are met with inputs as they are.
                 Some(inputs) => Arguments::parse(inputs).and_then(|args| args.inputs(&weights)).map_err(within)?,
             };
-            let targets = targets(group.get("targets"), &mut unreadable).map_err(within)?;
+            let targets = targets(group.get("targets"), &mut unreadable).map_err(|why| within(why.into()))?;
             parsed.push(Group { targets, weights, inputs });
         }
         if parsed.is_empty() {
-            return Err(format!("no group of `config_groups` has weights (format {whole})"));
+            return Err(format!("no group of `config_groups` has weights (format {whole})").into());
         }
         let ignore = match value.get("ignore").filter(|v| !v.is_null()) {
             None => Vec::new(),
@@ -150,20 +164,20 @@ fn targets(value: Option<&Value>, unreadable: &mut Vec<String>) -> Result<Vec<Ta
     Ok(out)
 }
 
-fn known_format(value: &Value) -> Result<&'static str, String> {
-    match value.get("format").and_then(Value::as_str) {
-        None => Ok("not given"),
-        Some(format) => FORMATS
-            .into_iter()
-            .find(|known| *known == format)
-            .ok_or_else(|| format!("tensors are stored as `{format}`; {} are read", FORMATS.join(", "))),
-    }
+fn known_format(value: &Value) -> Result<&'static str, Unfit> {
+    let Some(format) = value.get("format").and_then(Value::as_str) else { return Ok("not given") };
+    FORMATS.into_iter().find(|known| *known == format).ok_or_else(|| {
+        let known = OTHERS.into_iter().find(|(other, _)| *other == format);
+        let called = known.map_or(String::new(), |(_, name)| format!(" ({name})"));
+        Unfit::Unread(format!("tensors are stored as `{format}`{called}; {} are read", FORMATS.join(", ")))
+    })
 }
 
 impl Arguments {
-    fn parse(value: &Value) -> Result<Self, String> {
+    fn parse(value: &Value) -> Result<Self, Unfit> {
+        let unread = |what: String| Err(Unfit::Unread(what));
         if !value.is_object() {
-            return Err(format!("{value} is no object; presets are not read"));
+            return unread(format!("{value} is no object; presets are not read"));
         }
         let present = |key: &str| value.get(key).filter(|v| !v.is_null());
         let flag = |key: &str, default: bool| match present(key) {
@@ -174,23 +188,28 @@ impl Arguments {
             None => 8,
             Some(bits) => match bits.as_u64() {
                 Some(b @ 2..=8) => b as u8,
-                _ => return Err(format!("`num_bits` is {bits}; 2 to 8 are read")),
+                Some(1..) => return unread(format!("`num_bits` is {bits}; 2 to 8 are read")),
+                _ => return Err(format!("`num_bits` is {bits}; 2 to 8 are read").into()),
             },
         };
         let float = match present("type").map(|kind| kind.as_str().unwrap_or_default().to_lowercase()) {
             None => false,
             Some(kind) if kind == "int" => false,
             Some(kind) if kind == "float" => true,
-            Some(other) => return Err(format!("`type` is `{other}`; int and float are read")),
+            Some(other) => return unread(format!("`type` is `{other}`; int and float are read")),
         };
         if float && bits != 8 {
-            return Err(format!("floats of {bits} bits are not read"));
+            return unread(format!("numbers are floats of {bits} bits"));
+        }
+        let scales = present("scale_dtype").and_then(Value::as_str).map(|name| name.trim_start_matches("torch."));
+        if let Some(power @ ("uint8" | "float8_e8m0fnu")) = scales {
+            return unread(format!("scales are powers of two (`scale_dtype` is {power}), as in MX formats"));
         }
         let size = match present("group_size") {
             None => None,
             Some(size) => match size.as_i64() {
                 Some(s) if s > 0 || s == -1 => Some(s),
-                _ => return Err(format!("`group_size` is {size}; it must be positive or -1")),
+                _ => return Err(format!("`group_size` is {size}; it must be positive or -1").into()),
             },
         };
         let strategy = match (present("strategy").and_then(Value::as_str), size) {
@@ -210,18 +229,18 @@ impl Arguments {
                 }
             }
             (Some("group"), _) => return Err("strategy `group` needs a `group_size`".into()),
-            (other, _) => return Err(format!("strategy `{}` is not read", other.unwrap_or_default())),
+            (other, _) => return unread(format!("the strategy is `{}`", other.unwrap_or_default())),
         };
         Ok(Self { bits, float, symmetric: flag("symmetric", true)?, strategy, dynamic: flag("dynamic", false)? })
     }
 
     /// What these arguments, given for inputs, make of them beside such weights.
-    fn inputs(self, weights: &Arguments) -> Result<InputsKind, String> {
+    fn inputs(self, weights: &Arguments) -> Result<InputsKind, Unfit> {
         if self.float != weights.float {
-            return Err("inputs and weights are rounded to different kinds of numbers, which is not read".into());
+            return Err(Unfit::Unread("inputs and weights are rounded to different kinds of numbers".into()));
         }
         if self.bits != 8 {
-            return Err(format!("inputs are rounded to {} bits, which is not read", self.bits));
+            return Err(Unfit::Unread(format!("inputs are rounded to {} bits", self.bits)));
         }
         match (self.strategy, self.dynamic, self.symmetric) {
             (Strategy::Token, true, true) => Ok(InputsKind::Token),
@@ -233,7 +252,7 @@ impl Arguments {
             (Strategy::Group(size), true, true) if self.float => Ok(InputsKind::Group(size)),
             (strategy, dynamic, _) => {
                 let when = if dynamic { "dynamic" } else { "static" };
-                Err(format!("inputs are rounded with {when} scales by {strategy:?}, which is not read"))
+                Err(Unfit::Unread(format!("inputs are rounded with {when} scales by {strategy:?}")))
             }
         }
     }
@@ -292,9 +311,9 @@ mod tests {
         assert_eq!(kind(&int, json!({"symmetric": false})), Ok(InputsKind::TensorAsymmetric));
         let group = json!({"type": "float", "group_size": 128, "dynamic": true});
         assert_eq!(kind(&float, group), Ok(InputsKind::Group(128)));
-        let error = kind(&int, json!({"type": "float"})).unwrap_err();
+        let error = kind(&int, json!({"type": "float"})).unwrap_err().to_string();
         assert!(error.starts_with("in `group_0`: inputs and weights"), "{error}");
-        let error = kind(&int, json!({"strategy": "channel"})).unwrap_err();
+        let error = kind(&int, json!({"strategy": "channel"})).unwrap_err().to_string();
         assert!(error.contains("static scales by Channel"), "{error}");
         assert!(kind(&int, json!({"num_bits": 4, "strategy": "token", "dynamic": true})).is_err());
     }
@@ -311,8 +330,9 @@ mod tests {
             (json!({"symmetric": 1}), "`symmetric` is 1"),
             (json!({"type": "log"}), "`log`"),
             (json!({"dynamic": "local"}), "`dynamic`"),
+            (json!({"type": "float", "group_size": 32, "scale_dtype": "torch.uint8"}), "powers of two"),
         ] {
-            let error = Settings::parse(&one(weights, Value::Null)).unwrap_err();
+            let error = Settings::parse(&one(weights, Value::Null)).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
         let fine = one(json!({"num_bits": 4, "strategy": "channel"}), Value::Null);
@@ -327,7 +347,7 @@ mod tests {
         ] {
             let mut wrong = fine.clone();
             wrong[key] = value;
-            let error = Settings::parse(&wrong).unwrap_err();
+            let error = Settings::parse(&wrong).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
         let mut empty = fine;

@@ -4,7 +4,7 @@ use regex::Regex;
 use serde_json::Value;
 
 use crate::format::FormatError;
-use crate::format::config::Found;
+use crate::format::config::{Found, Unfit};
 use crate::pack::gptq::Version;
 use crate::scheme::{GroupSize, Scheme};
 
@@ -28,7 +28,7 @@ struct Rule {
 
 impl Settings {
     pub fn parse(found: &Found) -> Result<Self, FormatError> {
-        parse(&found.value).map_err(|why| FormatError::Config { path: found.path.clone(), why })
+        parse(&found.value).map_err(|why| why.of(found))
     }
 
     /// The scheme of `module`; `None` if a rule leaves it in floating point.
@@ -40,11 +40,11 @@ impl Settings {
     }
 }
 
-fn parse(value: &Value) -> Result<Settings, String> {
+fn parse(value: &Value) -> Result<Settings, Unfit> {
     let base = Scheme { bits: 0, group_size: GroupSize::CHANNEL, sym: true };
     for key in ["bits", "group_size"] {
         if value.get(key).is_none_or(Value::is_null) {
-            return Err(format!("`{key}` is missing"));
+            return Err(format!("`{key}` is missing").into());
         }
     }
     let scheme = overridden(base, value)?;
@@ -52,14 +52,14 @@ fn parse(value: &Value) -> Result<Settings, String> {
     let version = match label {
         None => Version::V1,
         Some(name) => Version::parse(name)
-            .ok_or_else(|| format!("tensors are laid out as `{name}`; `gptq` and `gptq_v2` are read"))?,
+            .ok_or_else(|| Unfit::Unread(format!("tensors are laid out as `{name}`; `gptq` and `gptq_v2` are read")))?,
     };
     if value.get("is_marlin_format").and_then(Value::as_bool) == Some(true) {
-        return Err("tensors are laid out for Marlin kernels; `gptq` and `gptq_v2` are read".into());
+        return Err(Unfit::Unread("tensors are laid out for Marlin kernels; `gptq` and `gptq_v2` are read".into()));
     }
     match value.get("pack_dtype").and_then(Value::as_str) {
         None | Some("int32") => {}
-        Some(other) => return Err(format!("integers are packed into `{other}`; only int32 is read")),
+        Some(other) => return Err(Unfit::Unread(format!("integers are packed into `{other}`; only int32 is read"))),
     }
     let (mut rules, mut unreadable) = (vec![], vec![]);
     let dynamic = value.get("dynamic").and_then(Value::as_object);
@@ -81,13 +81,14 @@ fn parse(value: &Value) -> Result<Settings, String> {
 }
 
 /// `base` with the `bits`, `group_size` and `sym` that `value` has.
-fn overridden(base: Scheme, value: &Value) -> Result<Scheme, String> {
+fn overridden(base: Scheme, value: &Value) -> Result<Scheme, Unfit> {
     let present = |key: &str| value.get(key).filter(|v| !v.is_null());
     let mut scheme = base;
     if let Some(bits) = present("bits") {
         scheme.bits = match bits.as_u64() {
             Some(b @ (2 | 3 | 4 | 8)) => b as u8,
-            _ => return Err(format!("`bits` is {bits}; 2, 3, 4 and 8 are read")),
+            Some(5..=7) => return Err(Unfit::Unread(format!("`bits` is {bits}; 2, 3, 4 and 8 are read"))),
+            _ => return Err(format!("`bits` is {bits}; 2, 3, 4 and 8 are read").into()),
         };
     }
     if let Some(size) = present("group_size") {
@@ -136,7 +137,7 @@ mod tests {
             (json!({"bits": 4, "group_size": 128, "pack_dtype": "int64"}), "`int64`"),
             (json!({"bits": 4, "group_size": 128, "is_marlin_format": true}), "Marlin"),
         ] {
-            let error = parse(&value).unwrap_err();
+            let error = parse(&value).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
         }
     }
