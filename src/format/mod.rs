@@ -1,6 +1,7 @@
 //! Artifact formats: names, files, configuration keys; written out and read back.
 
 pub mod atomic;
+mod autoround;
 pub mod awq;
 pub mod compressed;
 pub mod config;
@@ -44,6 +45,7 @@ const FORMATS: &[Format] = &[
     Format { method: "awq", open: awq::open },
     Format { method: "compressed-tensors", open: compressed::open },
     Format { method: "fp8", open: fp8::open },
+    Format { method: "auto-round", open: autoround::open },
 ];
 
 /// The `quant_method`s that [`open`] reads.

@@ -1,5 +1,6 @@
 //! Packing, writing and reading artifacts: round trips, hostile files, folders that appear whole or not at all.
 
+mod autoround;
 mod awq;
 mod compressed;
 mod folder;
@@ -229,7 +230,7 @@ fn configs_are_found_wherever_writers_put_them() {
     plain.config = json!({});
     assert_eq!(plain.open().unwrap().method, None);
     plain.config = json!({"quantization_config": {"quant_method": "aqlm"}});
-    let known = "gptq, awq, compressed-tensors, fp8";
+    let known = "gptq, awq, compressed-tensors, fp8, auto-round";
     assert!(plain.damage().contains(&format!("quantized by `aqlm`, which is not read; readable are: {known}")));
     plain.config = json!({"quantization_config": {"bits": 4}});
     assert!(plain.damage().contains("no `quant_method`"));

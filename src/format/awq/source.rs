@@ -22,13 +22,22 @@ struct Settings {
 struct Stored {
     rows: usize,
     cols: usize,
-    group: usize,
+    group_size: GroupSize,
     /// Whether it has zero points; the middle of the range without.
     zeros: bool,
 }
 
 /// Opens a folder whose config says `awq`.
 pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError> {
+    open_grouped(checkpoint, found, None)
+}
+
+/// [`open`], where modules may have group sizes of their own.
+pub fn open_grouped(
+    checkpoint: Checkpoint,
+    found: &Found,
+    group_of: Option<&(dyn Fn(&str) -> GroupSize + Sync)>,
+) -> Result<Opened, FormatError> {
     let settings = parse(&found.value).map_err(|why| why.of(found))?;
     let names = having(&checkpoint, "qweight", &[Dtype::I32]);
     if names.is_empty() {
@@ -36,9 +45,12 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
     }
     let left = skips(&found.value);
     let warnings = left_out(&names, |name| left.iter().any(|part| name.contains(part)));
-    let source = StoredSource::open(checkpoint, &found.method, &names, |tensors| check(tensors, &settings))?;
+    let source = StoredSource::open(checkpoint, &found.method, &names, |tensors| {
+        let group_size = group_of.map_or(settings.group_size, |of| of(tensors.module));
+        check(tensors, group_size, settings.zero_point)
+    })?;
     let quantization = source
-        .quantization(|stored| (Kind::Awq, Scheme { bits: BITS, group_size: settings.group_size, sym: !stored.zeros }));
+        .quantization(|stored| (Kind::Awq, Scheme { bits: BITS, group_size: stored.group_size, sym: !stored.zeros }));
     Ok(Opened { method: Some("awq"), source: Box::new(source), quantization, warnings })
 }
 
@@ -74,20 +86,19 @@ fn parse(value: &Value) -> Result<Settings, Unfit> {
     Ok(Settings { group_size, zero_point })
 }
 
-fn check(tensors: Tensors, settings: &Settings) -> Result<Stored, String> {
+fn check(tensors: Tensors, group_size: GroupSize, zero_point: bool) -> Result<Stored, String> {
     let (_, cols, words) = tensors.matrix("qweight", &[Dtype::I32])?;
     let rows = words.checked_mul(FIELDS).ok_or_else(|| format!("`qweight` is {words} words wide"))?;
-    let group_size = settings.group_size;
     if !group_size.divides(cols) {
         return Err(format!("group size {group_size} does not divide its {cols} input channels"));
     }
     let groups = group_size.count(cols);
     tensors.expect("scales", FLOATS, &[groups, rows])?;
-    let zeros = settings.zero_point || tensors.find("qzeros").is_some();
+    let zeros = zero_point || tensors.find("qzeros").is_some();
     if zeros {
         tensors.expect("qzeros", &[Dtype::I32], &[groups, words])?;
     }
-    Ok(Stored { rows, cols, group: group_size.columns(cols), zeros })
+    Ok(Stored { rows, cols, group_size, zeros })
 }
 
 impl Linear for Stored {
@@ -96,7 +107,8 @@ impl Linear for Stored {
     }
 
     fn load(&self, tensors: Tensors) -> Result<Weight, String> {
-        let Stored { rows, cols, group, zeros } = *self;
+        let Stored { rows, cols, group_size, zeros } = *self;
+        let group = group_size.columns(cols);
         let scales = tensors.scales("scales")?;
         let zeros = if zeros { unpack(&tensors.words("qzeros")?) } else { vec![1 << (BITS - 1); scales.len()] };
         Ok(weight(rows, cols, group, &tensors.words("qweight")?, zeros, scales))
