@@ -11,9 +11,12 @@ use crate::checkpoint::Checkpoint;
 /// The key of `config.json` that every consumer reads.
 const KEY: &str = "quantization_config";
 
-/// Side files that hold the same object, in the order in which they are believed. The first two are
-/// AutoGPTQ's and AutoAWQ's, the last AutoRound's.
-const SIDE_FILES: [&str; 3] = ["quantize_config.json", "quant_config.json", "quantization_config.json"];
+/// NVIDIA ModelOpt's file.
+pub(super) const MODELOPT_FILE: &str = "hf_quant_config.json";
+
+/// Side files that hold the same object, in the order in which they are believed: AutoGPTQ's, AutoAWQ's, AutoRound's
+/// and ModelOpt's.
+const SIDE_FILES: [&str; 4] = ["quantize_config.json", "quant_config.json", "quantization_config.json", MODELOPT_FILE];
 
 /// A quantization config and where it was.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,6 +50,8 @@ fn found(path: PathBuf, value: Value) -> Result<Found, FormatError> {
         Some("awq")
     } else if value.get("desc_act").is_some() {
         Some("gptq")
+    } else if value.pointer("/producer/name").and_then(Value::as_str) == Some("modelopt") {
+        Some("modelopt")
     } else {
         None
     };

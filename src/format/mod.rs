@@ -12,6 +12,7 @@ pub mod gguf;
 pub mod gptq;
 pub mod layout;
 pub mod manifest;
+mod modelopt;
 pub mod safetensors;
 pub mod sizes;
 mod stored;
@@ -46,6 +47,7 @@ const FORMATS: &[Format] = &[
     Format { method: "compressed-tensors", open: compressed::open },
     Format { method: "fp8", open: fp8::open },
     Format { method: "auto-round", open: autoround::open },
+    Format { method: "modelopt", open: modelopt::open },
 ];
 
 /// The `quant_method`s that [`open`] reads.

@@ -230,7 +230,7 @@ fn configs_are_found_wherever_writers_put_them() {
     plain.config = json!({});
     assert_eq!(plain.open().unwrap().method, None);
     plain.config = json!({"quantization_config": {"quant_method": "aqlm"}});
-    let known = "gptq, awq, compressed-tensors, fp8, auto-round";
+    let known = "gptq, awq, compressed-tensors, fp8, auto-round, modelopt";
     assert!(plain.damage().contains(&format!("quantized by `aqlm`, which is not read; readable are: {known}")));
     plain.config = json!({"quantization_config": {"bits": 4}});
     assert!(plain.damage().contains("no `quant_method`"));

@@ -1,10 +1,95 @@
-//! Folders of other programs: forms that are not read are named for what they are.
+//! Folders of other programs: ModelOpt's FP8 is read, other forms are named for what they are.
 
-use quantkit::format::FormatError;
+use std::fs;
+
+use quantkit::backend::weight::{Inputs, Weight};
+use quantkit::checkpoint::Checkpoint;
+use quantkit::format::{self, FormatError, Opened, pretty};
 use quantkit::tensor::Dtype;
 use serde_json::{Value, json};
 
-use super::folder::Folder;
+use super::folder::{Folder, UP, inputs};
+
+/// As `export_hf_checkpoint` of ModelOpt 0.29 writes it beside the weights.
+fn modelopt(algorithm: Value, cache: Value) -> Value {
+    json!({
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+        "quantization": {
+            "quant_algo": algorithm, "kv_cache_quant_algo": cache, "exclude_modules": ["lm_head", "model.embed*"],
+        },
+    })
+}
+
+/// The same as newer versions repeat it in `config.json`.
+fn inside(algorithm: &str) -> Value {
+    let eight = json!({"dynamic": false, "num_bits": 8, "type": "float"});
+    json!({
+        "config_groups": {"group_0": {"input_activations": eight, "weights": eight, "targets": ["Linear"]}},
+        "ignore": ["lm_head"], "quant_algo": algorithm, "producer": {"name": "modelopt", "version": "0.33.0"},
+        "quant_method": "modelopt",
+    })
+}
+
+fn opened(folder: &Folder, beside: Option<&Value>) -> Result<Opened, FormatError> {
+    let dir = tempfile::tempdir().unwrap();
+    folder.write(dir.path());
+    if let Some(beside) = beside {
+        fs::write(dir.path().join("hf_quant_config.json"), pretty(beside)).unwrap();
+    }
+    format::open(Checkpoint::open(dir.path()).unwrap())
+}
+
+#[test]
+fn modelopt_fp8_is_read() {
+    let mut folder = Folder::bare(Value::Null);
+    folder.set("weight", Dtype::F8E4M3, &[2, 3], vec![0x38, 0xB8, 0x40, 0, 0x7E, 0x01]);
+    folder.set("weight_scale", Dtype::F32, &[], 2f32.to_le_bytes().to_vec());
+    folder.set("input_scale", Dtype::F32, &[], 0.25f32.to_le_bytes().to_vec());
+    let beside = modelopt(json!("FP8"), json!("FP8"));
+    let mut both = Folder { config: json!({"quantization_config": inside("FP8")}), tensors: folder.tensors.clone() };
+    for (folder, beside) in [(&folder, Some(&beside)), (&both, Some(&beside)), (&both, None)] {
+        let opened = opened(folder, beside).unwrap();
+        assert_eq!((opened.method, opened.warnings.len()), (Some("modelopt"), 0));
+        let weight = opened.source.linear(UP, 2, 3).unwrap();
+        assert_eq!(weight.to_f32(), [2., -2., 4., 0., 896., 2. / 512.]);
+        assert_eq!(inputs(&weight), Inputs::Tensor { scale: 0.25, zero: 0 });
+    }
+    let error = opened(&both, Some(&modelopt(json!("NVFP4"), Value::Null))).err().unwrap().to_string();
+    assert!(error.contains("it says `FP8`, but `hf_quant_config.json` says `NVFP4`"), "{error}");
+    // A scale a channel, inputs with a scale a token.
+    both.config = json!({"quantization_config": inside("FP8_PER_CHANNEL_PER_TOKEN")});
+    both.set("weight_scale", Dtype::F32, &[2], [2f32, 4.0].iter().flat_map(|s| s.to_le_bytes()).collect());
+    let weight = opened(&both, None).unwrap().source.linear(UP, 2, 3).unwrap();
+    assert_eq!((weight.to_f32(), inputs(&weight)), (vec![2., -2., 4., 0., 1792., 4. / 512.], Inputs::Token));
+    assert!(matches!(weight, Weight::Fp8(weight) if weight.tile == (1, 3)));
+    // Only the cache is quantized.
+    let plain = Folder::bare(Value::Null);
+    let found = opened(&plain, Some(&modelopt(Value::Null, json!("FP8")))).unwrap();
+    assert_eq!((found.method, found.source.linear("lm_head", 2, 2).unwrap().to_f32()), (None, vec![1., 2., 3., 4.]));
+}
+
+#[test]
+fn other_algorithms_of_modelopt_are_named() {
+    let mut folder = Folder::bare(Value::Null);
+    folder.set("weight", Dtype::U8, &[16, 8], vec![0; 128]);
+    folder.set("weight_scale", Dtype::F8E4M3, &[16, 1], vec![0x38; 16]);
+    folder.set("weight_scale_2", Dtype::F32, &[], 1f32.to_le_bytes().to_vec());
+    folder.set("input_scale", Dtype::F32, &[], 1f32.to_le_bytes().to_vec());
+    let mut mixed = modelopt(json!("MIXED_PRECISION"), Value::Null);
+    mixed["quantization"]["quantized_layers"] = json!({"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}});
+    for (beside, part) in [
+        (modelopt(json!("NVFP4"), json!("FP8")), "`quant_algo` is NVFP4"),
+        (modelopt(json!("W4A16_AWQ"), Value::Null), "`quant_algo` is W4A16_AWQ"),
+        (modelopt(json!("FP8"), json!("NVFP4")), "a cache in `NVFP4`"),
+        (mixed, "MIXED_PRECISION, of FP8 and NVFP4"),
+    ] {
+        let error = opened(&folder, Some(&beside)).err().unwrap();
+        assert!(error.is_unread() && error.to_string().contains(part), "{error}");
+        assert!(error.to_string().contains("`modelopt` in a form that quantkit does not read"), "{error}");
+    }
+    folder.config = json!({"quantization_config": inside("NVFP4")});
+    assert!(folder.damage().contains("`quant_algo` is NVFP4"));
+}
 
 /// Every format and strategy of compressed-tensors 0.20 that is not read: never called damaged.
 #[test]
