@@ -17,6 +17,7 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 
 pub use error::CheckpointError;
+pub use index::snapshot;
 pub use scan::NonFinite;
 
 use crate::tensor::{Bytes, Dtype, widened};
@@ -72,7 +73,7 @@ impl Checkpoint {
             Err(error @ CheckpointError::Json { .. }) => {
                 damage.push(error);
                 let none = Default::default();
-                Self::assembled(index::snapshot(dir)?, Value::Null, none, Vec::new(), Default::default())
+                Self::assembled(snapshot(dir)?, Value::Null, none, Vec::new(), Default::default())
             }
             opened => opened?,
         };
@@ -107,7 +108,7 @@ impl Checkpoint {
         if !dir.is_dir() {
             return Err(CheckpointError::NoFolder(dir.into()));
         }
-        let dir = index::snapshot(dir)?;
+        let dir = snapshot(dir)?;
         let config = read_json(&dir.join("config.json"))?;
         if !config.is_object() {
             return Err(CheckpointError::Json { path: dir.join("config.json"), why: "not a JSON object".into() });

@@ -11,6 +11,9 @@ use crate::checkpoint::Checkpoint;
 /// The key of `config.json` that every consumer reads.
 const KEY: &str = "quantization_config";
 
+/// Where MLX writes its own; it repeats the object under [`KEY`], without a method.
+const MLX_KEY: &str = "quantization";
+
 /// NVIDIA ModelOpt's file.
 pub(super) const MODELOPT_FILE: &str = "hf_quant_config.json";
 
@@ -32,8 +35,15 @@ pub fn find(checkpoint: &Checkpoint) -> Result<Option<Found>, FormatError> {
     let config = checkpoint.config();
     let nested = config.get("text_config").and_then(|text| text.get(KEY));
     let inside = [config.get(KEY), nested, config.get("compression_config")];
-    if let Some(value) = inside.into_iter().flatten().find(|value| !value.is_null()) {
-        return found(checkpoint.dir().join("config.json"), value.clone()).map(Some);
+    let inside = inside.into_iter().flatten().find(|value| !value.is_null());
+    let path = checkpoint.dir().join("config.json");
+    let named = inside.is_some_and(|value| value.get("quant_method").is_some());
+    let mlx = config.get(MLX_KEY).filter(|value| value.get("group_size").is_some() && value.get("bits").is_some());
+    if let (Some(value), false) = (mlx, named) {
+        return Ok(Some(Found { path, method: "mlx".into(), value: value.clone() }));
+    }
+    if let Some(value) = inside {
+        return found(path, value.clone()).map(Some);
     }
     for file in SIDE_FILES {
         if let Some(value) = checkpoint.side_json(file)? {

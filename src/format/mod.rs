@@ -7,6 +7,7 @@ pub mod compressed;
 pub mod config;
 pub mod consumers;
 mod float8;
+mod foreign;
 pub mod fp8;
 pub mod gguf;
 pub mod gptq;
@@ -115,6 +116,8 @@ pub enum FormatError {
     Gguf(#[from] gguf::source::GgufError),
     #[error("`{dir}` is quantized by `{method}`, which is not read; readable are: {known}")]
     Method { dir: PathBuf, method: String, known: String },
+    #[error("`{path}` is {name}: quantkit does not read this; {advice}")]
+    Foreign { path: PathBuf, name: String, advice: String },
     #[error(
         "`{dir}` is quantized by `{method}` in a form that quantkit does not read: {why}; give the model it was made from"
     )]
@@ -128,13 +131,15 @@ pub enum FormatError {
 impl FormatError {
     /// Whether there is nothing wrong with what was given, but that it is of a kind that is not read.
     pub fn is_unread(&self) -> bool {
-        matches!(self, FormatError::Method { .. } | FormatError::Variant { .. })
+        matches!(self, FormatError::Method { .. } | FormatError::Foreign { .. } | FormatError::Variant { .. })
     }
 }
 
 /// Opens the weights of a model folder, whatever form they are stored in.
 pub fn open(checkpoint: Checkpoint) -> Result<Opened, FormatError> {
-    let Some(found) = config::find(&checkpoint)? else {
+    let found = config::find(&checkpoint)?;
+    foreign::refuse_quantized(&checkpoint, found.as_ref())?;
+    let Some(found) = found else {
         // Without its scale such a weight is only a direction.
         if let Some((name, _)) = checkpoint.tensors().iter().find(|(_, entry)| entry.dtype == Dtype::F8E4M3) {
             let why = format!("there is none, yet tensor `{name}` is {}: nothing says how it is scaled", Dtype::F8E4M3);
@@ -164,7 +169,21 @@ pub fn is_file(path: &Path) -> bool {
 
 /// Opens the weights at `path`: a model folder or a GGUF file, whatever form they are stored in.
 pub fn open_path(path: &Path) -> Result<Opened, FormatError> {
-    if is_file(path) { open_file(path) } else { open(Checkpoint::open(path)?) }
+    if is_file(path) {
+        return open_file(path);
+    }
+    refuse_foreign(path)?;
+    open(Checkpoint::open(path)?)
+}
+
+/// What a hub repository is by the names of its files, where those are signs of something else than a model.
+pub fn foreign_listing(id: &str, files: &[String]) -> Option<FormatError> {
+    foreign::listed(id, files)
+}
+
+/// Refuses by name what is no model folder and no GGUF file, but is known to be something else.
+pub fn refuse_foreign(path: &Path) -> Result<(), FormatError> {
+    foreign::refuse(path)
 }
 
 /// Opens a model that is one file: GGUF.

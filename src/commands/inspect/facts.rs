@@ -149,9 +149,9 @@ impl Facts {
 
     /// What a quantization config says of most weights, whichever method it belongs to.
     pub fn quantization(&mut self, value: &Json) {
-        // compressed-tensors has groups of modules, each with its own settings.
+        // compressed-tensors has groups of modules, each with its own settings; ModelOpt's file has one more level.
         let first = value.get("config_groups").and_then(Json::as_object).and_then(|groups| groups.values().next());
-        let places = [Some(value), first.and_then(|group| group.get("weights"))];
+        let places = [Some(value), value.get("quantization"), first.and_then(|group| group.get("weights"))];
         let find = |keys: &[&str]| {
             let at = |place: &&Json| keys.iter().find_map(|key| place.get(key).filter(|v| !v.is_null()).cloned());
             places.iter().flatten().find_map(at)
@@ -165,7 +165,7 @@ impl Facts {
             Some(flag) => flag.as_bool(),
             None => find(&["zero_point"]).and_then(|v| v.as_bool()).map(|zero| !zero),
         };
-        let variant = find(&["checkpoint_format", "format", "version"]);
+        let variant = find(&["packing_format", "checkpoint_format", "format", "version", "quant_algo", "mode"]);
         self.variant = variant.and_then(|v| v.as_str().map(Into::into));
     }
 

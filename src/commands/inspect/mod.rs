@@ -21,7 +21,7 @@ use crate::format::gguf::names::ROPE_FACTORS;
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::value::{Metadata, Value};
 use crate::format::manifest::{self, verify_manifest};
-use crate::format::{self, FormatError, config};
+use crate::format::{self, config};
 use crate::num::ggml::GgmlType;
 use crate::tensor::Dtype;
 use facts::{ConsumerFacts, Facts, ManifestFacts, TensorFacts, Verification};
@@ -36,8 +36,10 @@ const TEMPLATE_KEY: &str = "tokenizer.chat_template";
 /// What is at `path`.
 fn look(path: &Path) -> Result<Facts> {
     if format::is_file(path) {
-        file(path)
-    } else if path.is_dir() {
+        return file(path);
+    }
+    format::refuse_foreign(path)?;
+    if path.is_dir() {
         folder(path)
     } else if path.exists() {
         bail!("`{}` is neither a model folder nor a .gguf file", path.display())
@@ -118,7 +120,7 @@ fn folder(path: &Path) -> Result<Facts> {
                 facts.consumers = stored.map(|stored| consumers(&stored.plan(config)));
             }
         }
-        Err(unread @ FormatError::Method { .. }) => {
+        Err(unread) if unread.is_unread() => {
             facts.runs = false;
             facts.warnings.push(unread.to_string());
         }

@@ -110,6 +110,7 @@ fn forms_of_compressed_tensors_are_named() {
     folder.set("weight_scale", Dtype::F8E4M3, &[16, 1], vec![0x38; 16]);
     folder.set("weight_global_scale", Dtype::F32, &[1], 1f32.to_le_bytes().to_vec());
     folder.set("input_global_scale", Dtype::F32, &[1], 1f32.to_le_bytes().to_vec());
+    folder.set("meta", Dtype::I16, &[4], vec![0; 8]);
     let mut named = |quantization: Value, part: &str| {
         folder.config = json!({"quantization_config": quantization});
         let error = folder.open().err().unwrap();
@@ -140,4 +141,25 @@ fn forms_of_compressed_tensors_are_named() {
     folder.set("weight", Dtype::I8, &[16, 16], vec![0; 256]);
     let error = folder.open().err().unwrap();
     assert!(error.is_unread() && error.to_string().contains("a scale a block"), "{error}");
+}
+
+/// Of a hub repository only names are known before anything is downloaded.
+#[test]
+fn repositories_are_named_by_their_files() {
+    let named = |files: &[&str]| {
+        let files: Vec<String> = files.iter().map(ToString::to_string).collect();
+        format::foreign_listing("org/name", &files).map(|error| error.to_string())
+    };
+    for (files, part) in [
+        (&["README.md", "adapter_config.json", "adapter_model.safetensors"][..], "`org/name` is a LoRA adapter:"),
+        (&["onnx/model.onnx", "config.json"], "a folder of ONNX graphs (`onnx/`)"),
+        (&["x-Q4_K_M.gguf"], "download one of them"),
+        (&["params.json", "consolidated.00.pth"], "Meta's original Llama layout"),
+        (&["config.json", "pytorch_model.bin"], "pickled PyTorch weights"),
+    ] {
+        let said = named(files).unwrap();
+        assert!(said.contains(part), "{said}");
+    }
+    assert_eq!(named(&["config.json", "model.safetensors", "consolidated.safetensors", "params.json"]), None);
+    assert_eq!(named(&["README.md"]), None);
 }
