@@ -101,7 +101,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     let mut warnings = found.warnings;
     let source = match found.plain {
         true => Source::measured(&found.checkpoint),
-        false => Source::configured(json, &config),
+        false => Source::configured(&found.checkpoint.keys(), &config)?,
     };
     let context = args.context.unwrap_or(2048.min(config.max_positions));
     if context > config.max_positions {
@@ -123,7 +123,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     };
     let group_size = GroupSize::new(args.group_size).context("a group size is -1 or positive")?;
     let stored = found.stored;
-    let mut all = sizes::all(&source, json, &config, group_size);
+    let mut all = sizes::all(&source, &config, group_size);
     if stored > 0 && !found.plain {
         let bits = stored as f64 * 8.0 / source.parameters().max(1) as f64;
         let (bytes, bits_per_weight) = (Some(stored), Some(bits));
@@ -177,15 +177,15 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
             let mut options = HubOptions::from_env()?;
             options.revision.clone_from(&args.revision);
             let dir = transfer(spec, printer, |events| Ok(hub::fetch_config(spec, &options, events)?))?;
-            return opened(&dir, spec.clone());
+            return opened(&dir, spec.clone(), printer);
         }
     }
     let (model, revision) = (args.model.clone(), args.revision.clone());
     let located = locate(&ModelArgs { model, revision, device: DeviceArg::Cpu }, printer)?;
-    opened(&located.dir, located.name.clone())
+    opened(&located.dir, located.name.clone(), printer)
 }
 
-fn opened(dir: &Path, name: String) -> Result<Found> {
+fn opened(dir: &Path, name: String, printer: Printer) -> Result<Found> {
     if format::is_file(dir) {
         // Sizes are in the headers; a file without its data will do.
         let (file, damage) = GgufFile::salvage(dir)?;
@@ -200,6 +200,7 @@ fn opened(dir: &Path, name: String) -> Result<Found> {
         Err(CheckpointError::NoWeights(..)) => (Checkpoint::open_config(dir)?, false),
         opened => (opened?, true),
     };
+    checkpoint.notes().iter().for_each(|note| printer.warn(note));
     // What no command reads would be planned for nothing.
     let again = if weights { Checkpoint::open(dir)? } else { Checkpoint::open_config(dir)? };
     if let Some(unread) = format::open(again).err().filter(FormatError::is_unread) {

@@ -143,7 +143,13 @@ impl<L> StoredSource<L> {
         // The first of several as large.
         let ((kind, base), _) = shares.into_iter().rev().max_by_key(|(_, weights)| *weights)?;
         let schemes = self.modules.iter().map(|(name, linear)| (name.clone(), of(linear).1)).collect();
-        Some(Quantization { kind, base, schemes, kv_cache: cache_scales(&self.checkpoint) })
+        let mut inputs: Vec<String> = Vec::new();
+        for reading in self.modules.values().filter_map(|linear| of(linear).0.inputs()) {
+            if !inputs.contains(&reading) {
+                inputs.push(reading);
+            }
+        }
+        Some(Quantization { kind, base, schemes, kv_cache: cache_scales(&self.checkpoint), inputs })
     }
 }
 

@@ -7,6 +7,7 @@ mod foreign;
 mod numbers;
 mod options;
 mod output;
+mod values;
 
 use crate::support::scene::{Scene, tiny_args};
 

@@ -20,6 +20,10 @@ pub fn lines(facts: &Facts) -> Vec<String> {
     line(
         "method",
         match (&facts.method, &facts.variant) {
+            (Some(method), variant) if facts.layout.as_ref().is_some_and(|layout| layout != method) => {
+                let variant = variant.as_ref().map_or(String::new(), |variant| format!(" ({variant})"));
+                format!("{method}, stored as {}{variant}", facts.layout.as_deref().unwrap_or_default())
+            }
             (Some(method), Some(variant)) => format!("{method} ({variant})"),
             (Some(one), None) => one.clone(),
             (None, Some(variant)) => format!("none, plain floats ({variant})"),
@@ -47,6 +51,9 @@ pub fn lines(facts: &Facts) -> Vec<String> {
     for other in mixed.iter().skip(1) {
         let SchemeFacts { bits, group_size, symmetric, .. } = other;
         line("  others", format!("{bits} bits, group size {group_size}, {}, {}", symmetry(*symmetric), share(other)));
+    }
+    for reading in facts.inputs.iter().flatten() {
+        line("inputs", reading.clone());
     }
     if let (Some(count), Some(bits)) = (facts.parameters, facts.bits_per_weight) {
         line("parameters", format!("{:.1} M, {bits:.2} bits each", count as f64 / 1e6));

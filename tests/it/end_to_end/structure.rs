@@ -129,7 +129,9 @@ fn exports_of_autoround_run() {
         scene.run(&args).ok().json()["perplexity"].as_f64().unwrap()
     };
     let wanted = perplexity("w4");
-    fs::remove_file(scene.path("w4/quantize_config.json")).unwrap();
+    for file in ["quantize_config.json", "quantkit.json"] {
+        fs::remove_file(scene.path(&format!("w4/{file}"))).unwrap();
+    }
     scene.edit_json("w4/config.json", |config| {
         config["quantization_config"] = json!({
             "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32,
