@@ -504,7 +504,8 @@ fn of_several(arg: Arg) -> Arg {
 pub struct InspectArgs {
     /// Model folder, artifact or GGUF file (of a split one the first part)
     pub path: PathBuf,
-    /// Hash every file of an artifact again and hold it against `quantkit.json`; exit with 1 if one differs
+    /// Hash every file of an artifact again and compare it with `quantkit.json`; without that, check headers, shapes and
+    /// that all numbers are finite. Exit with 1 if something is wrong
     #[arg(long)]
     pub verify: bool,
     /// One JSON object on stdout, nothing else

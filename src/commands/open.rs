@@ -18,7 +18,7 @@ use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
 use crate::evaluate::windows::{Convention, plan};
 use crate::format;
 use crate::format::manifest::Manifest;
-use crate::hub::{self, HubEvent, HubOptions};
+use crate::hub::{self, HubError, HubEvent, HubOptions};
 use crate::model::Model;
 use crate::model::block::Chunk;
 use crate::model::chat::{ChatTemplate, Message};
@@ -126,6 +126,10 @@ pub fn transfer(
             }
         }
         HubEvent::FileDone { .. } => bar = None,
+    })
+    .map_err(|error| {
+        let listing = error.downcast_ref().and_then(HubError::listing);
+        listing.and_then(|files| format::foreign_listing(spec, files)).map_or(error, Into::into)
     })?;
     if fetched > 0 {
         printer.note(format!("fetched {} of {spec}", bytes(fetched)));

@@ -12,12 +12,15 @@ use crate::cli::args::{DeviceArg, ModelArgs};
 use crate::cli::planning::{PlanArgs, Reserve};
 use crate::cli::print::Printer;
 use crate::engine::capacity::{sequence_bytes, sequences, token_bytes};
+use crate::format::gguf::read::{GgufFile, Tensor};
+use crate::format::gguf::source::GgufSource;
 use crate::format::sizes::{self, Size, Source};
-use crate::format::{self, config};
+use crate::format::{self, FormatError, config};
 use crate::hub::{self, HubOptions};
 use crate::model::config::ModelConfig;
 use crate::num::size::bytes;
 use crate::scheme::GroupSize;
+use crate::tensor::Dtype;
 
 /// The types of the cache that are planned with; both of FP8 are of one size.
 const CACHES: [CacheType; 3] = [CacheType::F16, CacheType::Fp8E4m3, CacheType::Int8];
@@ -80,6 +83,10 @@ struct Found {
     checkpoint: Checkpoint,
     /// Whether its weights are plain floats, so that headers tell what artifacts would have.
     plain: bool,
+    /// Bytes of the tensors that are there.
+    stored: u64,
+    /// What is wrong with the files, whose headers can be read all the same.
+    warnings: Vec<String>,
 }
 
 pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
@@ -91,7 +98,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
         name.starts_with(start).then_some(&entry.shape[..])
     };
     let config = ModelConfig::parse(json, shape_of).with_context(|| format!("`{}`", found.name))?;
-    let mut warnings = Vec::new();
+    let mut warnings = found.warnings;
     let source = match found.plain {
         true => Source::measured(&found.checkpoint),
         false => Source::configured(&found.checkpoint.keys(), &config)?,
@@ -115,7 +122,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
         }
     };
     let group_size = GroupSize::new(args.group_size).context("a group size is -1 or positive")?;
-    let stored: u64 = tensors.values().map(|entry| entry.bytes.len() as u64).sum();
+    let stored = found.stored;
     let mut all = sizes::all(&source, &config, group_size);
     if stored > 0 && !found.plain {
         let bits = stored as f64 * 8.0 / source.parameters().max(1) as f64;
@@ -164,7 +171,7 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
             let dir = path.parent().unwrap_or(Path::new("")).to_path_buf();
             let none = Default::default();
             let checkpoint = Checkpoint::assembled(dir, json, none, vec![], Default::default());
-            return Ok(Found { name: spec.clone(), checkpoint, plain: false });
+            return Ok(Found { name: spec.clone(), checkpoint, plain: false, stored: 0, warnings: vec![] });
         }
         if !path.exists() && hub::looks_like_id(spec) {
             let mut options = HubOptions::from_env()?;
@@ -180,21 +187,28 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
 
 fn opened(dir: &Path, name: String, printer: Printer) -> Result<Found> {
     if format::is_file(dir) {
-        let opened = format::open_file(dir)?;
-        opened.warnings.iter().for_each(|warning| printer.warn(warning));
-        let checkpoint = opened.source.checkpoint();
-        let (dir, config) = (checkpoint.dir().into(), checkpoint.config().clone());
-        let (tensors, files) = (checkpoint.tensors().clone(), checkpoint.files().to_vec());
-        let checkpoint = Checkpoint::assembled(dir, config, tensors, files, Default::default());
-        return Ok(Found { name, checkpoint, plain: opened.method.is_none() });
+        // Sizes are in the headers; a file without its data will do.
+        let (file, damage) = GgufFile::salvage(dir)?;
+        let checkpoint = GgufSource::outline(dir, &file)?;
+        let plain = checkpoint.tensors().values().all(|entry| entry.dtype != Dtype::Blocks);
+        let stored = file.tensors().iter().map(Tensor::stored_bytes).sum();
+        let warnings = damage.iter().map(|error| format!("{error}; sizes are those of the headers")).collect();
+        return Ok(Found { name, checkpoint, plain, stored, warnings });
     }
+    format::refuse_foreign(dir)?;
     let (checkpoint, weights) = match Checkpoint::open(dir) {
         Err(CheckpointError::NoWeights(..)) => (Checkpoint::open_config(dir)?, false),
         opened => (opened?, true),
     };
     checkpoint.notes().iter().for_each(|note| printer.warn(note));
-    let plain = weights && config::find(&checkpoint)?.is_none();
-    Ok(Found { name, checkpoint, plain })
+    // What no command reads would be planned for nothing.
+    let again = if weights { Checkpoint::open(dir)? } else { Checkpoint::open_config(dir)? };
+    if let Some(unread) = format::open(again).err().filter(FormatError::is_unread) {
+        return Err(unread.into());
+    }
+    let quantized = config::find(&checkpoint)?.is_some();
+    let stored = checkpoint.tensors().values().map(|entry| entry.bytes.len() as u64).sum();
+    Ok(Found { name, checkpoint, plain: weights && !quantized, stored, warnings: vec![] })
 }
 
 /// The plan for people.

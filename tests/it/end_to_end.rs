@@ -16,6 +16,7 @@ mod recipe;
 mod rules;
 mod scaling;
 mod speculation;
+mod structure;
 mod validate;
 
 use serde_json::Value;

@@ -23,6 +23,7 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     // One form for now.
     let ConvertTo::Safetensors = args.to;
     if !format::is_file(&args.file) {
+        format::refuse_foreign(&args.file)?;
         bail!("`{}` is no GGUF file; `convert` makes a folder of one", args.file.display());
     }
     let source = open(&args.file, Arc::new(Cpu), printer)?;

@@ -29,6 +29,7 @@ use crate::evaluate::divergence::Reference;
 use crate::evaluate::finite;
 use crate::evaluate::integrity;
 use crate::format::manifest::Manifest;
+use crate::format::{self, FormatError};
 use crate::report::{Check, Identity, Report, Role, Status};
 use facts::Weights;
 pub use finish::summarize;
@@ -83,6 +84,10 @@ impl Subjects {
             if !model.dir.exists() {
                 bail!("`{}` does not exist", model.dir.display());
             }
+        }
+        // What is damaged is a finding; what is of another kind is the wrong thing to give.
+        if let Some(unread) = format::open_path(&artifact.dir).err().filter(FormatError::is_unread) {
+            return Err(unread).context("the artifact");
         }
         Ok(Self { artifact, reference, draft })
     }
