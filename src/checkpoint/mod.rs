@@ -32,7 +32,7 @@ pub struct Entry {
 }
 
 /// A model folder, opened and checked.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
     config: Value,

@@ -156,8 +156,15 @@ impl Runnable {
     }
 }
 
-/// Opens a folder or a GGUF file as a model.
+/// Opens a folder or a GGUF file as a model, and reports what of it is not as its config says.
 pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
+    let runnable = open_made(dir, backend, printer)?;
+    runnable.model.config.warnings.iter().for_each(|warning| printer.warn(warning));
+    Ok(runnable)
+}
+
+/// The same for what was just made of a model that [`open`] reported on.
+pub fn open_made(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let opened = format::open_path(dir)?;
     for warning in &opened.warnings {
         printer.warn(warning);

@@ -86,14 +86,10 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     let found = find(args, printer)?;
     let json = found.checkpoint.config();
     let tensors = found.checkpoint.tensors();
-    let shape_of = |start: &str| {
-        let (name, entry) = tensors.range(start.to_string()..).next()?;
-        name.starts_with(start).then_some(&entry.shape[..])
-    };
-    let config = ModelConfig::parse(json, shape_of).with_context(|| format!("`{}`", found.name))?;
-    let mut warnings = Vec::new();
+    let config = ModelConfig::of(&found.checkpoint).with_context(|| format!("`{}`", found.name))?;
+    let mut warnings = config.warnings.clone();
     let source = match found.plain {
-        true => Source::measured(&found.checkpoint),
+        true => Source::measured(&found.checkpoint, &config),
         false => Source::configured(json, &config),
     };
     let context = args.context.unwrap_or(2048.min(config.max_positions));
@@ -181,10 +177,7 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
 fn opened(dir: &Path, name: String) -> Result<Found> {
     if format::is_file(dir) {
         let opened = format::open_file(dir)?;
-        let checkpoint = opened.source.checkpoint();
-        let (dir, config) = (checkpoint.dir().into(), checkpoint.config().clone());
-        let (tensors, files) = (checkpoint.tensors().clone(), checkpoint.files().to_vec());
-        let checkpoint = Checkpoint::assembled(dir, config, tensors, files, Default::default());
+        let checkpoint = opened.source.checkpoint().clone();
         return Ok(Found { name, checkpoint, plain: opened.method.is_none() });
     }
     let (checkpoint, weights) = match Checkpoint::open(dir) {

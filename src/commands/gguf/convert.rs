@@ -53,7 +53,7 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     for name in checkpoint.side_files()? {
         let mut text = checkpoint.side_text(&name)?.context("a file that was made")?;
         if name == "config.json" {
-            let mut config = checkpoint.config().clone();
+            let mut config = model.config.restated(checkpoint.config());
             config["torch_dtype"] = json!(match args.dtype {
                 FloatArg::F32 => "float32",
                 FloatArg::F16 => "float16",
@@ -66,7 +66,8 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     folder.commit()?;
     let blocks =
         model.blocks.iter().flat_map(|b| b.all_linears()).any(|l| matches!(l.weight.weight(), Weight::Ggml(_)));
-    printer.object(&json!({"folder": out, "bytes": written.total_size, "was_quantized": blocks}))?;
+    let object = json!({"folder": out, "bytes": written.total_size, "was_quantized": blocks});
+    printer.object(&object)?;
     printer.text(format!("wrote {}: {} of {}", out.display(), bytes(written.total_size), dtype))?;
     if blocks {
         printer.note("its weights were quantized: the folder holds what was left of them");

@@ -203,13 +203,15 @@ impl Facts {
             let places = ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"];
             self.chat_template_places = places.into_iter().filter(has).map(Into::into).collect();
         }
-        let tensors = checkpoint.tensors();
-        let shape_of = |start: &str| {
-            let (name, entry) = tensors.range(start.to_string()..).next()?;
-            name.starts_with(start).then_some(&entry.shape[..])
-        };
-        match ModelConfig::parse(json, shape_of) {
-            Ok(config) => {
+        match ModelConfig::stated_by(checkpoint) {
+            Ok(mut config) => {
+                // What a whole folder lacks is damage; of one that is cut off, that was found before.
+                if let Err(error) = config.settle(checkpoint)
+                    && self.damage.is_empty()
+                {
+                    self.damage.push(error.to_string());
+                }
+                self.warnings.append(&mut config.warnings);
                 self.runs = true;
                 self.architecture = Architecture {
                     name: self.architecture.name.take(),

@@ -11,7 +11,9 @@ use clap::ValueEnum;
 use serde_json::json;
 
 use super::super::device::backend;
-use super::super::open::{Located, Measurement, Runnable, check_measurement, corpus, locate, open, perplexity};
+use super::super::open::{
+    Located, Measurement, Runnable, check_measurement, corpus, locate, open, open_made, perplexity,
+};
 use super::artifact;
 use super::calibration::{Calibrated, calibrated};
 use super::control::{control, plain};
@@ -106,7 +108,7 @@ impl Run<'_> {
         });
         // Masks among the buffers of other parts may well hold infinities.
         let (bad, elsewhere): (Vec<_>, Vec<_>) =
-            model.checkpoint().non_finite().into_iter().partition(|found| model.reads(&found.tensor));
+            model.checkpoint().non_finite().into_iter().partition(|found| model.config.reads(&found.tensor));
         for found in elsewhere {
             self.printer.warn(format!(
                 "tensor `{}`, which is only copied, holds {} values that are not finite",
@@ -492,7 +494,7 @@ impl Run<'_> {
 fn read_back(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let failed = |why: String| anyhow::Error::from(CheckFailed(why));
     let artifact =
-        open(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
+        open_made(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     let wrong = verify_manifest(dir).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     match wrong.first() {
         Some(wrong) => Err(failed(format!("the artifact on disk is not what was written: {wrong}"))),
