@@ -69,6 +69,12 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     let object = json!({"folder": out, "bytes": written.total_size, "was_quantized": blocks});
     printer.object(&object)?;
     printer.text(format!("wrote {}: {} of {}", out.display(), bytes(written.total_size), dtype))?;
+    if let Some(first) = model.config.unstated_biases().first() {
+        printer.warn(format!(
+            "no key of a {} config.json asks for biases as that of `{first}`: engines that go by the config leave them out",
+            model.config.family.label
+        ));
+    }
     if blocks {
         printer.note("its weights were quantized: the folder holds what was left of them");
     }

@@ -77,6 +77,9 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let architecture = Architecture::of(model.config.family)?;
     let (own, rope_factors) = described(&located.dir, args, &source, printer)?;
     let all = tensors::of(model, architecture, rope_factors)?;
+    if let Some(refused) = architecture.refused_biases(all.iter().map(|tensor| &*tensor.name)) {
+        printer.warn(refused);
+    }
     let choices = choose(&all, &source, architecture, args, imatrix.is_some() || args.error_feedback)?;
     let note = imatrix.as_ref().map(|(file, imatrix)| ImportanceNote {
         file: file.clone(),

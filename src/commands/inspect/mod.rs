@@ -17,7 +17,7 @@ use crate::cli::exit::CheckFailed;
 use crate::cli::print::Printer;
 use crate::format::consumers::{CONSUMERS, Plan, check};
 use crate::format::gguf::file_type::FileType;
-use crate::format::gguf::names::ROPE_FACTORS;
+use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::value::{Metadata, Value};
 use crate::format::manifest::{self, verify_manifest};
@@ -164,9 +164,6 @@ fn file(path: &Path) -> Result<Facts> {
     match format::open_file(path) {
         Ok(opened) => {
             facts.warnings.extend(opened.warnings);
-            // What is read here is what llama.cpp's loader takes.
-            let llama = ConsumerFacts { name: "llama.cpp", title: "llama.cpp", loads: true, refusals: vec![] };
-            facts.consumers = Some(vec![llama]);
             let checkpoint = opened.source.checkpoint();
             if let Some(config) = facts.architecture(checkpoint) {
                 let blocks = |module: &str| {
@@ -175,6 +172,7 @@ fn file(path: &Path) -> Result<Facts> {
                 };
                 facts.missing(checkpoint, &config, &blocks);
             }
+            facts.consumers = Some(vec![llama_cpp(&file)]);
         }
         Err(error) => facts.warnings.push(format!("it is no model that quantkit runs: {error}")),
     }
@@ -182,6 +180,15 @@ fn file(path: &Path) -> Result<Facts> {
     facts.architecture.name = text(metadata, "general.architecture");
     facts.without_the_damaged();
     Ok(facts)
+}
+
+/// What llama.cpp's loader takes: what is read here, but fewer biases.
+fn llama_cpp(file: &GgufFile) -> ConsumerFacts {
+    let architecture = text(file.metadata(), "general.architecture").and_then(|name| Architecture::parse(&name).ok());
+    let names = || file.tensors().iter().map(|tensor| &*tensor.name);
+    let biases = architecture.and_then(|architecture| architecture.refused_biases(names()));
+    let refusals: Vec<String> = biases.into_iter().collect();
+    ConsumerFacts { name: "llama.cpp", title: "llama.cpp", loads: refusals.is_empty(), refusals }
 }
 
 /// A text of the metadata, if it is there and one.

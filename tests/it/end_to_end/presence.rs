@@ -1,9 +1,11 @@
-//! Tensors that the config does not tell of: an output head beside tied embeddings.
+//! Tensors that the config does not tell of: an output head beside tied embeddings, biases.
+
+use std::collections::BTreeMap;
 
 use half::f16;
 use quantkit::format::gguf::read::GgufFile;
 use safetensors::Dtype;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::gguf::{byte_level_tokenizer, perplexity};
 use super::number;
@@ -11,6 +13,8 @@ use crate::support::scene::{Scene, Stored, tensors};
 
 const HEAD: &str = "lm_head.weight";
 const TABLE: &str = "model.embed_tokens.weight";
+const ATTENTION: [&str; 4] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"];
+const MLP: [&str; 3] = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
 
 /// Every quantizer, and every form in which one stores linears.
 const QUANTIZERS: [&[&str]; 5] =
@@ -37,6 +41,20 @@ fn made(rows: usize, cols: Option<usize>) -> Stored {
 
 fn add_head(scene: &Scene, rows: usize) {
     scene.edit_weights(|tensors| drop(tensors.insert(HEAD.into(), made(rows, Some(64)))));
+}
+
+/// Biases of some linears in some layers.
+fn add_biases(scene: &Scene, layers: &[usize], names: &[&str]) {
+    scene.edit_weights(|tensors| {
+        for module in layers.iter().flat_map(|i| names.iter().map(move |name| format!("model.layers.{i}.{name}"))) {
+            let rows = tensors[&format!("{module}.weight")].shape[0];
+            tensors.insert(format!("{module}.bias"), made(rows, None));
+        }
+    });
+}
+
+fn biases(of: &BTreeMap<String, Stored>) -> BTreeMap<&String, &Stored> {
+    of.iter().filter(|(name, _)| name.ends_with(".bias")).collect()
 }
 
 fn near(found: f64, wanted: f64, what: &str) {
@@ -167,4 +185,115 @@ fn a_head_that_is_missing_is_named() {
         .says(&["does not say `tie_word_embeddings`, which means true for Gemma 3, but `lm_head"]);
     assert_eq!(scene.json("out/config.json")["tie_word_embeddings"], false);
     one_model(&scene);
+}
+
+/// Of q, k and v alone, as llama.cpp takes them: no config of Llama asks for these.
+#[test]
+fn biases_count_where_they_are() {
+    let scene = model("llama3");
+    let without = perplexity(&scene, &["model"]);
+    add_biases(&scene, &[0, 1], &ATTENTION[..3]);
+    let said = ["6 linears (first `model.layers.0.self_attn.k_proj`) have a bias that config.json does not ask for"];
+    scene.run(&["eval", "ppl", "model", "--text", "eval.txt", "--max-windows", "1"]).ok().says(&said);
+    let with = one_model(&scene);
+    assert!((with / without - 1.0).abs() > 1e-3, "biases make no difference: {with}, {without}");
+    scene.run(&["convert", "model.gguf", "-o", "back"]).ok().says(&["no key of a Llama 1, 2, 3; SmolLM2 config.json"]);
+    assert_eq!(scene.json("back/config.json")["attention_bias"], false);
+    let source = tensors(&scene.path("model/model.safetensors"));
+    for (i, quantizer) in QUANTIZERS.iter().enumerate() {
+        let out = format!("q{i}");
+        let args = [quantizer, &["model", "-o", &out, "--json"][..]].concat();
+        let ran = scene.tiny_run(&args).ok().says(&said).says(&["transformers 5: biases that config.json does not"]);
+        near(number(&ran.json(), "/perplexity_before/perplexity"), own_of(&scene), quantizer[0]);
+        let after = number(&ran.json(), "/perplexity_after/perplexity");
+        assert!((after / own_of(&scene) - 1.0).abs() < 0.3, "{quantizer:?}: {after}");
+        let stored = tensors(&scene.path(&format!("{out}/model.safetensors")));
+        assert!(biases(&stored).keys().eq(biases(&source).keys()), "{quantizer:?}");
+        let again = perplexity(&scene, &[&out]);
+        assert!((again / with - 1.0).abs() < 0.3, "{quantizer:?}: {again} against {with}");
+    }
+    let refused = ["--for transformers: transformers 5: biases that config.json does not ask for are left out"];
+    scene.refused(&["rtn", "model", "-o", "out", "--group-size", "32", "--for", "transformers"], &refused);
+}
+
+/// Where a key asks for them, it is written, and every engine takes the artifact.
+#[test]
+fn biases_that_a_config_can_ask_for() {
+    for (names, key) in [(&ATTENTION[..], "attention_bias"), (&MLP[..], "mlp_bias")] {
+        let scene = model("llama3");
+        add_biases(&scene, &[0, 1], names);
+        let with = one_model(&scene);
+        let args = ["rtn", "model", "--bits", "8", "-o", "w8", "--no-eval", "--for", "transformers"];
+        let ran = scene.tiny_run(&args).ok().says(&["that config.json does not ask for"]);
+        assert!(!ran.stderr.contains("left out"), "{}", ran.stderr);
+        let config = scene.json("w8/config.json");
+        for other in ["attention_bias", "mlp_bias"] {
+            assert_eq!(config[other], json!(other == key), "{other}");
+        }
+        let facts = scene.run(&["inspect", "w8", "--json"]).ok().json();
+        assert_eq!((&facts["warnings"], &facts["consumers"][0]["loads"]), (&json!([]), &json!(true)));
+        assert!((perplexity(&scene, &["w8"]) / with - 1.0).abs() < 0.1);
+        scene.run(&["convert", "model.gguf", "-o", "back"]).ok();
+        assert_eq!(scene.json("back/config.json")[key], true);
+    }
+}
+
+/// Every linear of every family, and of one layer alone.
+#[test]
+fn no_bias_of_any_family_is_dropped() {
+    let all: Vec<&str> = ATTENTION.into_iter().chain(MLP).collect();
+    for family in ["llama3", "qwen2", "qwen3", "gemma3_text", "smollm2"] {
+        for names in all.chunks(1).chain([&all[..]]) {
+            let scene = model(family);
+            scene.edit_weights(|tensors| {
+                // Those that the family always has.
+                tensors.iter_mut().filter(|(name, _)| name.ends_with(".bias")).for_each(|(_, t)| t.data.fill(0));
+            });
+            let without = perplexity(&scene, &["model"]);
+            add_biases(&scene, &[0], names);
+            let with = if names.len() > 1 { one_model(&scene) } else { perplexity(&scene, &["model"]) };
+            // A bias of all keys adds the same to every score, but for rotation.
+            assert!((with / without - 1.0).abs() > 1e-7, "{family} {names:?}: {with}, {without}");
+        }
+    }
+    let scene = model("qwen3");
+    add_biases(&scene, &[0], &all);
+    let said = "for the architecture `qwen3` llama.cpp takes biases of attn_q, attn_k, attn_v only";
+    let file = ["gguf", "model", "--type", "F16", "-o", "model.gguf"];
+    scene.run(&file).ok().says(&[said, "4 (first `blk.0.attn_output.bias`)"]);
+    let facts = scene.run(&["inspect", "model.gguf", "--json"]).ok().json();
+    assert_eq!(facts["consumers"][0]["loads"], false);
+    assert!(facts["consumers"][0]["refusals"][0].as_str().unwrap().starts_with(said), "{facts}");
+}
+
+#[test]
+fn biases_that_are_asked_for_and_missing() {
+    for (module, why) in [
+        ("model.layers.1.self_attn.o_proj", "`attention_bias` is true"),
+        ("model.layers.0.mlp.up_proj", "`mlp_bias` is true"),
+    ] {
+        let scene = model("llama");
+        scene.edit_weights(|tensors| drop(tensors.remove(&format!("{module}.bias"))));
+        let missing = format!("tensor `{module}.bias` is missing from `model`");
+        refused_by_all(&scene, &[&missing, "the config asks for it", why]);
+    }
+    let scene = model("qwen2");
+    scene.edit_weights(|tensors| drop(tensors.remove("model.layers.1.self_attn.k_proj.bias")));
+    let words = ["`model.layers.1.self_attn.k_proj.bias` is missing", "q, k and v of Qwen2, Qwen2.5 have one"];
+    refused_by_all(&scene, &words);
+}
+
+/// Some writers store zeros for every linear: they change nothing, and nothing is said.
+#[test]
+fn biases_of_zero_are_no_matter() {
+    let scene = model("llama3");
+    let without = perplexity(&scene, &["model"]);
+    add_biases(&scene, &[0, 1], &ATTENTION);
+    scene.edit_weights(|tensors| {
+        tensors.iter_mut().filter(|(name, _)| name.ends_with(".bias")).for_each(|(_, tensor)| tensor.data.fill(0));
+    });
+    assert_eq!(perplexity(&scene, &["model"]), without);
+    let ran = scene.tiny_run(&["rtn", "model", "-o", "out", "--no-eval"]).ok();
+    assert!(!ran.stderr.contains("bias"), "{}", ran.stderr);
+    assert_eq!(scene.json("out/config.json")["attention_bias"], false);
 }
