@@ -50,7 +50,8 @@ pub fn run(args: &KvArgs, printer: Printer) -> Result<()> {
     interrupt::listen();
     let cache = section(&runnable, &task, &args.texts, &args.kinds, printer)?;
     let warnings: Vec<String> = warning(&cache).into_iter().collect();
-    printer.object(&Output { model: &located.name, cache: &cache, warnings: warnings.clone() })?;
+    let output = Output { model: &located.name, cache: &cache, warnings: warnings.clone() };
+    printer.object(&runnable.accounted(&output))?;
     for line in lines(&cache) {
         printer.text(line)?;
     }

@@ -27,7 +27,7 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     };
     interrupt::listen();
     let result = perplexity(&runnable, &how, "perplexity", printer)?.result;
-    printer.object(&result)?;
+    printer.object(&runnable.accounted(&result))?;
     printer.text(format!(
         "perplexity {:.4} ± {:.4}  ({} tokens in {} windows of {}, convention {}, BOS {}, {:.0} tokens/s on {})",
         result.perplexity,

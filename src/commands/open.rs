@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use serde::Serialize;
 use tempfile::TempDir;
 
 use crate::backend::Backend;
@@ -21,6 +22,7 @@ use crate::hub::{self, HubEvent, HubOptions};
 use crate::model::Model;
 use crate::model::block::Chunk;
 use crate::model::chat::{ChatTemplate, Message};
+use crate::model::presence::Unread;
 use crate::model::tokenizer::{BosMode, BosRule, Tokenizer};
 use crate::num::size::bytes;
 
@@ -140,10 +142,26 @@ pub struct Runnable {
     tokenizer: OnceCell<Tokenizer>,
     /// The quantization method of an artifact.
     pub method: Option<&'static str>,
+    /// Tensors that the model does not read.
+    pub unread: Option<Unread>,
     printer: Printer,
 }
 
+/// What `--json` prints of a model, with the tensors that were not read.
+#[derive(Serialize)]
+pub struct Accounted<'a, T> {
+    #[serde(flatten)]
+    value: T,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unread_tensors: Option<&'a Unread>,
+}
+
 impl Runnable {
+    /// `value`, an object, with `unread_tensors` where there are some.
+    pub fn accounted<T: Serialize>(&self, value: T) -> Accounted<'_, T> {
+        Accounted { value, unread_tensors: self.unread.as_ref() }
+    }
+
     pub fn tokenizer(&self) -> Result<&Tokenizer> {
         if let Some(tokenizer) = self.tokenizer.get() {
             return Ok(tokenizer);
@@ -156,10 +174,13 @@ impl Runnable {
     }
 }
 
-/// Opens a folder or a GGUF file as a model, and reports what of it is not as its config says.
+/// Opens a folder or a GGUF file as a model, and reports what of it is not as its config says, or not read.
 pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let runnable = open_made(dir, backend, printer)?;
     runnable.model.config.warnings.iter().for_each(|warning| printer.warn(warning));
+    if let Some(unread) = &runnable.unread {
+        printer.warn(unread.to_string());
+    }
     Ok(runnable)
 }
 
@@ -171,7 +192,8 @@ pub fn open_made(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Res
     }
     let model =
         Model::open(opened.source, backend).with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
-    Ok(Runnable { model, tokenizer: OnceCell::new(), method: opened.method, printer })
+    let unread = model.config.unread(model.checkpoint(), opened.method.is_none());
+    Ok(Runnable { model, tokenizer: OnceCell::new(), method: opened.method, unread, printer })
 }
 
 /// A text file, or the built-in one when there is none; chats go through the model's template.

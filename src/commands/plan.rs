@@ -16,6 +16,7 @@ use crate::format::sizes::{self, Size, Source};
 use crate::format::{self, config};
 use crate::hub::{self, HubOptions};
 use crate::model::config::ModelConfig;
+use crate::model::presence::Unread;
 use crate::num::size::bytes;
 use crate::scheme::GroupSize;
 
@@ -36,6 +37,8 @@ struct Plan {
     memory: Option<Memory>,
     caches: Vec<Cache>,
     weights: Vec<Weights>,
+    /// Tensors that the language model does not read; artifacts of safetensors copy them.
+    unread_tensors: Option<Unread>,
     warnings: Vec<String>,
 }
 
@@ -87,7 +90,9 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     let json = found.checkpoint.config();
     let tensors = found.checkpoint.tensors();
     let config = ModelConfig::of(&found.checkpoint).with_context(|| format!("`{}`", found.name))?;
+    let unread_tensors = config.unread(&found.checkpoint, found.plain);
     let mut warnings = config.warnings.clone();
+    warnings.extend(unread_tensors.as_ref().map(ToString::to_string));
     let source = match found.plain {
         true => Source::measured(&found.checkpoint, &config),
         false => Source::configured(json, &config),
@@ -138,6 +143,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
         caches: CACHES.map(cache).into(),
         weights: weights.collect(),
         memory,
+        unread_tensors,
         warnings,
     };
     plan.warnings.iter().for_each(|warning| printer.warn(warning));

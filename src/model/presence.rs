@@ -3,15 +3,18 @@
 //! reported, and what is written says what was read.
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::ops::Range;
 
 use rayon::prelude::*;
+use serde::Serialize;
 use serde_json::Value;
 
 use super::config::{ConfigError, ModelConfig};
 use super::families::Biases;
 use super::head_path;
 use crate::checkpoint::{Checkpoint, Entry};
+use crate::num::size::bytes;
 use crate::tensor::widened;
 
 /// Elements that are compared at once, so that memory is bounded whatever the vocabulary.
@@ -60,6 +63,38 @@ pub fn is_packed(tensor: &str) -> bool {
 /// Whether a tensor is a buffer that readers compute themselves.
 pub fn is_buffer(tensor: &str) -> bool {
     BUFFERS.iter().any(|end| tensor.ends_with(end))
+}
+
+/// Tensors of a checkpoint that the language model does not read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Unread {
+    pub count: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// The first few, in the order of names.
+    pub first: Vec<String>,
+    /// The layers that the config has, where tensors of further layers are among them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layers: Option<usize>,
+}
+
+impl Unread {
+    /// Names that are kept.
+    const NAMED: usize = 5;
+}
+
+impl fmt::Display for Unread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let noun = if self.count == 1 { "tensor" } else { "tensors" };
+        let are = if self.count == 1 { "is" } else { "are" };
+        let names: Vec<String> = self.first.iter().map(|name| format!("`{name}`")).collect();
+        write!(f, "{} {noun} ({}) {are} not read: {}", self.count, bytes(self.bytes), names.join(", "))?;
+        match self.count - self.first.len() {
+            0 => {}
+            more => write!(f, " and {more} more")?,
+        }
+        self.layers.map_or(Ok(()), |layers| write!(f, "; the config has {layers} layers, the weights have more"))
+    }
 }
 
 impl ModelConfig {
@@ -283,6 +318,27 @@ impl ModelConfig {
             names.extend(["self_attn.q_norm", "self_attn.k_norm"]);
         }
         names
+    }
+
+    /// The tensors of a checkpoint that are not read, buffers and a repeated head aside. With `plain` weights nothing
+    /// reads the parts of packed ones either.
+    pub fn unread(&self, checkpoint: &Checkpoint, plain: bool) -> Option<Unread> {
+        let ignored =
+            |name: &str| self.reads(name) && !(plain && is_packed(name)) || is_buffer(name) || self.is_repeated(name);
+        let mut found = Unread { count: 0, bytes: 0, first: vec![], layers: None };
+        let blocks = format!("{}layers.", self.prefix);
+        for (name, entry) in checkpoint.tensors().iter().filter(|(name, _)| !ignored(name)) {
+            found.count += 1;
+            found.bytes += entry.bytes.len() as u64;
+            if found.first.len() < Unread::NAMED {
+                found.first.push(name.clone());
+            }
+            let layer = name.strip_prefix(&*blocks).and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+            if layer.is_some_and(|layer| layer >= self.layers.len()) {
+                found.layers = Some(self.layers.len());
+            }
+        }
+        (found.count > 0).then_some(found)
     }
 }
 

@@ -67,7 +67,7 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     let blocks =
         model.blocks.iter().flat_map(|b| b.all_linears()).any(|l| matches!(l.weight.weight(), Weight::Ggml(_)));
     let object = json!({"folder": out, "bytes": written.total_size, "was_quantized": blocks});
-    printer.object(&object)?;
+    printer.object(&source.accounted(object))?;
     printer.text(format!("wrote {}: {} of {}", out.display(), bytes(written.total_size), dtype))?;
     if let Some(first) = model.config.unstated_biases().first() {
         printer.warn(format!(

@@ -14,6 +14,7 @@ use crate::format::layout::KvScales;
 use crate::format::manifest::Manifest;
 use crate::model::chat::ChatTemplate;
 use crate::model::config::ModelConfig;
+use crate::model::presence::Unread;
 use crate::tensor::widened;
 
 /// What `--json` prints: these keys, always all of them, `null` for what is not known or does not apply.
@@ -65,6 +66,8 @@ pub struct Facts {
     pub verification: Option<Verification>,
     /// What cannot be read or is not as the config says.
     pub damage: Vec<String>,
+    /// Tensors that the language model does not read; null where all are read.
+    pub unread_tensors: Option<Unread>,
     /// What is odd, yet readable.
     pub warnings: Vec<String>,
 }
@@ -300,6 +303,12 @@ impl Facts {
                 if wrong.len() > 1 { format!("; {} more tensors like it", wrong.len() - 1) } else { String::new() };
             self.damage.push(format!("{first}{more}"));
         }
+    }
+
+    /// Tensors that are not read, where nothing is damaged.
+    pub fn unread(&mut self, checkpoint: &Checkpoint, config: &ModelConfig, plain: bool) {
+        self.unread_tensors = config.unread(checkpoint, plain).filter(|_| self.damage.is_empty());
+        self.warnings.extend(self.unread_tensors.as_ref().map(ToString::to_string));
     }
 
     /// Of a damaged model counts would mislead, and nothing runs it.

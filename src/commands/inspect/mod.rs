@@ -22,6 +22,7 @@ use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::value::{Metadata, Value};
 use crate::format::manifest::{self, verify_manifest};
 use crate::format::{self, FormatError, config};
+use crate::model::presence::Unread;
 use crate::num::ggml::GgmlType;
 use crate::tensor::Dtype;
 use facts::{ConsumerFacts, Facts, ManifestFacts, TensorFacts, Verification};
@@ -115,6 +116,7 @@ fn folder(path: &Path) -> Result<Facts> {
                 let stored = opened.quantization.as_ref();
                 let quantized = |module: &str| stored.is_some_and(|q| q.schemes.contains_key(module));
                 facts.missing(opened.source.checkpoint(), config, &quantized);
+                facts.unread(opened.source.checkpoint(), config, opened.method.is_none());
                 facts.consumers = stored.map(|stored| consumers(&stored.plan(config)));
             }
         }
@@ -171,8 +173,9 @@ fn file(path: &Path) -> Result<Facts> {
                     entry.is_some_and(|entry| entry.dtype == Dtype::Blocks)
                 };
                 facts.missing(checkpoint, &config, &blocks);
+                facts.unread(checkpoint, &config, opened.method.is_none());
             }
-            facts.consumers = Some(vec![llama_cpp(&file)]);
+            facts.consumers = Some(vec![llama_cpp(&file, facts.unread_tensors.as_ref())]);
         }
         Err(error) => facts.warnings.push(format!("it is no model that quantkit runs: {error}")),
     }
@@ -182,12 +185,13 @@ fn file(path: &Path) -> Result<Facts> {
     Ok(facts)
 }
 
-/// What llama.cpp's loader takes: what is read here, but fewer biases.
-fn llama_cpp(file: &GgufFile) -> ConsumerFacts {
+/// What llama.cpp's loader takes: what is read here, but no tensor beside that.
+fn llama_cpp(file: &GgufFile, unread: Option<&Unread>) -> ConsumerFacts {
     let architecture = text(file.metadata(), "general.architecture").and_then(|name| Architecture::parse(&name).ok());
     let names = || file.tensors().iter().map(|tensor| &*tensor.name);
     let biases = architecture.and_then(|architecture| architecture.refused_biases(names()));
-    let refusals: Vec<String> = biases.into_iter().collect();
+    let surplus = unread.map(|unread| format!("a file with more tensors than the model has is refused: {unread}"));
+    let refusals: Vec<String> = biases.into_iter().chain(surplus).collect();
     ConsumerFacts { name: "llama.cpp", title: "llama.cpp", loads: refusals.is_empty(), refusals }
 }
 

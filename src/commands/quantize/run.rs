@@ -260,6 +260,7 @@ impl Run<'_> {
             reports,
             transforms,
             tensors: layout_bytes,
+            unread: original.unread.clone(),
             seconds: json!({"preparing": prepared, "quantizing": quantizing, "of_which_solving": solving, "writing": writing, "measuring": measuring}),
         };
         self.conclude(&summary, before.zip(after), control)

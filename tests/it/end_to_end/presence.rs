@@ -1,4 +1,4 @@
-//! Tensors that the config does not tell of: an output head beside tied embeddings, biases.
+//! Tensors that the config does not tell of: an output head beside tied embeddings, biases, tensors that nothing reads.
 
 use std::collections::BTreeMap;
 
@@ -134,7 +134,7 @@ fn a_head_that_repeats_the_embedding_is_left_out() {
         assert!(GgufFile::open(&scene.path("model.gguf")).unwrap().tensor("output.weight").is_none());
         let out = format!("of-{dtype:?}");
         let ran = scene.tiny_run(&["gptq", "model", "-o", &out, "--no-eval", "--json"]).ok();
-        assert!(!ran.stderr.contains("lm_head"), "{}", ran.stderr);
+        assert!(!ran.stderr.contains("lm_head") && ran.json()["unread_tensors"].is_null(), "{}", ran.stderr);
         assert_eq!(scene.read(&format!("{out}/model.safetensors")), scene.read("before/model.safetensors"));
         assert_eq!(scene.json(&format!("{out}/config.json"))["tie_word_embeddings"], true);
     }
@@ -296,4 +296,86 @@ fn biases_of_zero_are_no_matter() {
     let ran = scene.tiny_run(&["rtn", "model", "-o", "out", "--no-eval"]).ok();
     assert!(!ran.stderr.contains("bias"), "{}", ran.stderr);
     assert_eq!(scene.json("out/config.json")["attention_bias"], false);
+}
+
+/// A layer more than the config says, and heads of another kind, are named by all that measures or writes.
+#[test]
+fn tensors_that_are_not_read_are_listed() {
+    let scene = model("llama3");
+    scene.edit_weights(|tensors| {
+        tensors.insert("mtp.eh_proj.weight".into(), made(64, Some(64)));
+        tensors.insert("model.layers.0.self_attn.rotary_emb.inv_freq".into(), made(8, None));
+    });
+    say(&scene, "num_hidden_layers", 1);
+    let (count, first) = (10, "model.layers.1.input_layernorm.weight");
+    let size = 8192 + 2 * (2 * 64 + 2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64);
+    let said = ["warning: 10 tensors", " are not read: `model.layers.1.input_layernorm.weight`", "and 5 more"];
+    let listed = |object: &Value, key: &str| {
+        let found = &object[key];
+        assert_eq!((&found["count"], &found["bytes"]), (&json!(count), &json!(size)), "{object}");
+        assert_eq!((&found["first"][0], &found["layers"]), (&json!(first), &json!(1)), "{object}");
+    };
+    let text = ["--text", "eval.txt", "--window", "32", "--max-windows", "1"];
+    let run = |args: &[&str]| {
+        let ran = scene.run(&[args, &["--json"]].concat()).ok().says(&said);
+        listed(&ran.json(), "unread_tensors");
+        ran
+    };
+    for (i, quantizer) in QUANTIZERS.iter().enumerate() {
+        let out = format!("q{i}");
+        let args = [quantizer, &["model", "-o", &out, "--no-eval", "--json"][..]].concat();
+        let ran = scene.tiny_run(&args).ok().says(&said);
+        listed(&ran.json(), "unread_tensors");
+        assert_eq!(ran.stderr.matches("are not read").count(), 1, "{}", ran.stderr);
+    }
+    run(&[&["eval", "ppl", "model"], &text[..]].concat());
+    run(&[&["eval", "kv", "model"], &text[..]].concat());
+    let compared = run(&[&["eval", "kl", "q0", "--reference", "model"], &text[..]].concat());
+    listed(&compared.json(), "reference_unread_tensors");
+    let options = ["--max-prompts", "1", "--max-tokens", "2", "--prompt-tokens", "8", "--no-speed"];
+    let pair = ["eval", "spec", "model", "--draft", "model", "--text", "eval.txt", "--max-windows", "1"];
+    listed(&run(&[&pair[..], &options].concat()).json(), "draft_unread_tensors");
+    run(&["gguf", "model", "--type", "F16", "-o", "model.gguf"]);
+    run(&["imatrix", "model", "--calib", "calib.txt", "--chunks", "1", "-o", "imatrix.gguf"]);
+    run(&["generate", "model", "--prompt", "the", "--max-tokens", "1"]);
+    run(&["generate", "model", "--prompt", "the", "--max-tokens", "1", "--num-samples", "2"]);
+    run(&["plan", "model"]);
+    run(&["inspect", "model"]);
+    let text_of = scene.run(&["gguf", "model", "--type", "F16", "-o", "again.gguf"]).ok();
+    assert!(text_of.stdout.contains("left out: 10 tensors"), "{}", text_of.stdout);
+
+    let skipped = ["--skip", "kv,spec,modules,control", "--json"];
+    for (artifact, dropped) in [("q0", false), ("model.gguf", true)] {
+        let args = [&["validate", artifact, "--reference", "model", "-o", "r"], &text[..], &skipped].concat();
+        let report = scene.run(&args).ok().says(&said).json();
+        let checks = report["checks"].as_array().unwrap();
+        let of = |id: &str| checks.iter().filter(|check| check["id"] == id).collect::<Vec<_>>();
+        let unread = of("tensors.unread");
+        assert_eq!(unread.len(), if dropped { 1 } else { 2 }, "{unread:?}");
+        for check in unread {
+            assert_eq!(check["status"], "warn");
+            assert!(check["message"].as_str().unwrap().contains("10 tensors"), "{check}");
+        }
+        assert_eq!(of("tensors.dropped").iter().any(|check| check["status"] == "warn"), dropped);
+        std::fs::remove_dir_all(scene.path("r")).unwrap();
+    }
+}
+
+/// A GGUF file with a block more than its metadata say.
+#[test]
+fn blocks_of_a_file_beyond_its_count() {
+    let scene = model("llama3");
+    scene.run(&["gguf", "model", "--type", "F16", "-o", "model.gguf"]).ok();
+    let mut file = scene.read("model.gguf");
+    let key = b"llama.block_count";
+    let at = file.windows(key.len()).position(|window| window == key).unwrap() + key.len() + 4;
+    assert_eq!(file[at], 2);
+    file[at] = 1;
+    scene.write("model.gguf", file);
+    let args = ["eval", "ppl", "model.gguf", "--text", "eval.txt", "--max-windows", "1", "--json"];
+    let found = scene.run(&args).ok().says(&["9 tensors", "are not read"]).json();
+    assert_eq!((&found["unread_tensors"]["count"], &found["unread_tensors"]["layers"]), (&json!(9), &json!(1)));
+    let facts = scene.run(&["inspect", "model.gguf", "--json"]).ok().json();
+    assert_eq!((&facts["unread_tensors"]["count"], &facts["consumers"][0]["loads"]), (&json!(9), &json!(false)));
+    scene.run(&["convert", "model.gguf", "-o", "back", "--json"]).ok().says(&["9 tensors"]);
 }
