@@ -4,9 +4,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use quantkit::cli::args::Cli;
-use quantkit::cli::exit;
+use quantkit::cli::{environment, exit};
 
 fn main() -> ExitCode {
+    environment::settle();
     let cli = Cli::parse();
     match std::panic::catch_unwind(|| quantkit::commands::execute(cli)) {
         Ok(Ok(())) => ExitCode::SUCCESS,

@@ -2,6 +2,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use super::KeyError;
 use crate::tensor::Dtype;
 
 /// What can be wrong with a model folder.
@@ -15,6 +16,14 @@ pub enum CheckpointError {
     NoWeights(PathBuf, &'static str),
     #[error("cannot read `{path}`: {why}")]
     Io { path: PathBuf, why: String },
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    #[error(
+        "`{dir}` holds two models: tensor `{tensor}` of `model.safetensors` is not that of the shards which \
+         `model.safetensors.index.json` names; transformers reads the first, vLLM and SGLang the second: remove \
+         `model.safetensors`, or the index with its shards"
+    )]
+    TwoModels { dir: PathBuf, tensor: String },
     #[error("`{path}` is not valid: {why}")]
     Json { path: PathBuf, why: String },
     #[error("`{path}`: tensor `{tensor}` is {found}, which is not read; give a checkpoint in F32, F16 or BF16")]

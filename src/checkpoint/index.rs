@@ -5,10 +5,24 @@ use std::path::{Component, Path, PathBuf};
 
 use super::{CheckpointError, read_json};
 
+/// The name of weights in one file.
+pub const SINGLE: &str = "model.safetensors";
+/// The name of the index of weights in several files.
+pub const INDEX: &str = "model.safetensors.index.json";
+
+/// Where transformers keeps all chat templates but the default one.
+pub const TEMPLATES: &str = "additional_chat_templates";
+
 /// The shards to open, and where the index (if there is one) places each tensor.
+#[derive(Default)]
 pub struct Shards {
     pub files: Vec<String>,
     pub weight_map: BTreeMap<String, String>,
+    /// The shards of an index beside `model.safetensors`, where all of them are there: a second copy of the weights, or
+    /// another model.
+    pub second: Vec<String>,
+    /// What is odd about the index, yet readable.
+    pub note: Option<String>,
 }
 
 /// The folder itself, or the newest snapshot when it is a hub cache folder (`models--org--name`).
@@ -33,17 +47,23 @@ pub fn snapshot(dir: &Path) -> Result<PathBuf, CheckpointError> {
 
 /// Finds the safetensors files: `model.safetensors`, or those that an index names, or the only one.
 pub fn shards(dir: &Path) -> Result<Shards, CheckpointError> {
-    let index = dir.join("model.safetensors.index.json");
-    // In this order, as transformers does: a model saved over a folder of shards leaves a stale index.
-    if dir.join("model.safetensors").exists() {
-        return Ok(Shards { files: vec!["model.safetensors".into()], weight_map: BTreeMap::new() });
+    let index = dir.join(INDEX);
+    if dir.join(SINGLE).exists() {
+        // A model saved over a folder of shards leaves a stale index: only with all of its shards it is another reading.
+        let mut found = Shards { files: vec![SINGLE.into()], ..Shards::default() };
+        match if index.exists() { indexed(dir, &index) } else { Ok(Shards::default()) } {
+            Ok(Shards { files, .. }) if files == [SINGLE] => {}
+            Ok(Shards { files, .. }) => found.second = files,
+            Err(error) => found.note = Some(format!("`{}` is not used, `{SINGLE}` is read: {error}", index.display())),
+        }
+        return Ok(found);
     }
     if index.exists() {
         return indexed(dir, &index);
     }
     let files: Vec<String> = list(dir)?.into_iter().filter(|f| f.ends_with(".safetensors")).collect();
     match files.len() {
-        1 => Ok(Shards { files, weight_map: BTreeMap::new() }),
+        1 => Ok(Shards { files, ..Shards::default() }),
         0 => {
             let pickled = list(dir)?.iter().any(|f| f.ends_with(".bin") || f.ends_with(".pth"));
             let hint = if pickled { "; pickled weights are not read: convert them to safetensors first" } else { "" };
@@ -57,7 +77,7 @@ pub fn shards(dir: &Path) -> Result<Shards, CheckpointError> {
 pub fn present(dir: &Path) -> Shards {
     let mut files = list(dir).unwrap_or_default();
     files.retain(|file| file.ends_with(".safetensors"));
-    Shards { files, weight_map: BTreeMap::new() }
+    Shards { files, ..Shards::default() }
 }
 
 fn indexed(dir: &Path, index: &Path) -> Result<Shards, CheckpointError> {
@@ -82,7 +102,7 @@ fn indexed(dir: &Path, index: &Path) -> Result<Shards, CheckpointError> {
             return Err(CheckpointError::NoFile(dir.join(file)));
         }
     }
-    Ok(Shards { files: files.into_iter().cloned().collect(), weight_map })
+    Ok(Shards { files: files.into_iter().cloned().collect(), weight_map, ..Shards::default() })
 }
 
 /// See [`super::Checkpoint::side_files`].
@@ -98,6 +118,11 @@ pub fn side_files(dir: &Path) -> Result<Vec<String>, CheckpointError> {
             && !WEIGHTS.iter().any(|end| name.ends_with(end))
             && !REPLACED.contains(&name.as_str())
     });
+    if dir.join(TEMPLATES).is_dir() {
+        let templates = list(&dir.join(TEMPLATES))?.into_iter().filter(|name| name.ends_with(".jinja"));
+        names.extend(templates.map(|name| format!("{TEMPLATES}/{name}")));
+        names.sort();
+    }
     Ok(names)
 }
 

@@ -5,9 +5,10 @@
 
 mod error;
 mod index;
+mod keys;
 mod scan;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 
 pub use error::CheckpointError;
+pub use keys::{JsonKeys, KeyError, whole};
 pub use scan::NonFinite;
 
 use crate::tensor::{Bytes, Dtype, widened};
@@ -31,6 +33,20 @@ pub struct Entry {
     pub file: Arc<str>,
 }
 
+/// A side file of JSON.
+#[derive(Debug)]
+pub struct SideFile {
+    name: String,
+    json: Value,
+}
+
+impl SideFile {
+    /// What the file says; nothing where there is no file.
+    pub fn keys(&self) -> JsonKeys<'_> {
+        JsonKeys::of(&self.name, &self.json)
+    }
+}
+
 /// A model folder, opened and checked.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
@@ -38,6 +54,7 @@ pub struct Checkpoint {
     config: Value,
     tensors: BTreeMap<String, Entry>,
     files: Vec<Arc<str>>,
+    notes: Vec<String>,
     /// Side files that are not on disk: those that a GGUF file says in its own way.
     made: BTreeMap<String, String>,
 }
@@ -46,21 +63,22 @@ impl Checkpoint {
     /// Opens a Hugging Face model folder (symbolic links into a hub cache included).
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         let Self { dir, config, .. } = Self::open_config(dir)?;
-        let shards = index::shards(&dir)?;
+        let mut shards = index::shards(&dir)?;
         let mut tensors = BTreeMap::new();
         let mut files = Vec::new();
-        for file in shards.files {
+        for file in std::mem::take(&mut shards.files) {
             let file: Arc<str> = file.into();
             map_file(&dir, &file, &mut tensors)?;
             files.push(file);
         }
+        let notes = shards.note.take().into_iter().chain(second_copy(&dir, &shards.second, &tensors)?).collect();
         for (name, file) in &shards.weight_map {
             match tensors.get(name) {
                 Some(entry) if *entry.file == **file => {}
                 _ => return Err(CheckpointError::IndexedTensorMissing { tensor: name.clone(), path: dir.join(file) }),
             }
         }
-        Ok(Self { dir, config, tensors, files, made: BTreeMap::new() })
+        Ok(Self { dir, config, tensors, files, notes, made: BTreeMap::new() })
     }
 
     /// What can be read of a folder, with all that stands against [`Checkpoint::open`]: shards that are missing or cut
@@ -92,6 +110,9 @@ impl Checkpoint {
                 Err(error) => damage.push(error),
             }
         }
+        if let Err(error) = second_copy(&found.dir, &shards.second, &found.tensors) {
+            damage.push(error);
+        }
         let missing = shards.weight_map.iter().find(|(name, file)| {
             found.files.iter().any(|there| **there == ***file) && !found.tensors.contains_key(*name)
         });
@@ -112,7 +133,7 @@ impl Checkpoint {
         if !config.is_object() {
             return Err(CheckpointError::Json { path: dir.join("config.json"), why: "not a JSON object".into() });
         }
-        Ok(Self { dir, config, tensors: BTreeMap::new(), files: vec![], made: BTreeMap::new() })
+        Ok(Self::assembled(dir, config, BTreeMap::new(), vec![], BTreeMap::new()))
     }
 
     /// What another format holds, seen as a model folder: `files` lie in `dir`, `made` are side files by name.
@@ -123,7 +144,12 @@ impl Checkpoint {
         files: Vec<Arc<str>>,
         made: BTreeMap<String, String>,
     ) -> Self {
-        Self { dir, config, tensors, files, made }
+        Self { dir, config, tensors, files, notes: Vec::new(), made }
+    }
+
+    /// What is odd about the weight files, yet readable.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// The folder (for a hub cache, the snapshot inside it).
@@ -193,17 +219,31 @@ impl Checkpoint {
         }
     }
 
-    /// A side file as JSON, if it is there.
+    /// A side file as a JSON object, if it is there.
     pub fn side_json(&self, name: &str) -> Result<Option<Value>, CheckpointError> {
         let path = self.dir.join(name);
-        match self.side_text(name)? {
-            Some(text) => parse_json(&path, &text).map(Some),
-            None => Ok(None),
+        let Some(text) = self.side_text(name)? else { return Ok(None) };
+        let json = parse_json(&path, &text)?;
+        match json.is_object() {
+            true => Ok(Some(json)),
+            false => Err(CheckpointError::Json { path, why: "not a JSON object".into() }),
         }
     }
 
-    /// Files beside the weights that belong to the model: tokenizer, generation config, chat template,
-    /// processors, modelling code, cards. Sorted; other weight formats and hidden files are left out.
+    /// The keys of a side file; none if it is not there.
+    pub fn side(&self, name: &str) -> Result<SideFile, CheckpointError> {
+        let json = self.side_json(name)?.unwrap_or_default();
+        Ok(SideFile { name: self.dir.join(name).display().to_string(), json })
+    }
+
+    /// The keys of `config.json`.
+    pub fn keys(&self) -> JsonKeys<'_> {
+        JsonKeys::of("config.json", &self.config)
+    }
+
+    /// Files beside the weights that belong to the model: tokenizer, generation config, chat templates (those in
+    /// `additional_chat_templates/` included), processors, modelling code, cards. Sorted; other weight formats, other
+    /// folders and hidden files are left out.
     pub fn side_files(&self) -> Result<Vec<String>, CheckpointError> {
         if self.is_assembled() { Ok(self.made.keys().cloned().collect()) } else { index::side_files(&self.dir) }
     }
@@ -221,6 +261,38 @@ impl Checkpoint {
     /// Every weight that holds NaN or infinity, with how many.
     pub fn non_finite(&self) -> Vec<NonFinite> {
         scan::non_finite(&self.tensors)
+    }
+}
+
+/// Compares the weights that are read with the shards of an index that are there as well, complete. Programs differ in
+/// which of the two they read: transformers takes `model.safetensors`, vLLM and SGLang take what the index names.
+fn second_copy(
+    dir: &Path,
+    second: &[String],
+    tensors: &BTreeMap<String, Entry>,
+) -> Result<Option<String>, CheckpointError> {
+    let mut others = BTreeMap::new();
+    for file in second {
+        map_file(dir, &file.as_str().into(), &mut others)?;
+    }
+    if second.is_empty() {
+        return Ok(None);
+    }
+    let differs = |name: &&String| match (tensors.get(*name), others.get(*name)) {
+        (Some(a), Some(b)) => a.dtype != b.dtype || a.shape != b.shape || *a.bytes != *b.bytes,
+        _ => true,
+    };
+    let names: BTreeSet<&String> = tensors.keys().chain(others.keys()).collect();
+    match names.iter().find(|name| differs(name)) {
+        Some(tensor) => Err(CheckpointError::TwoModels { dir: dir.into(), tensor: tensor.to_string() }),
+        None => Ok(Some(format!(
+            "`{}` holds its weights twice, in `{}` and in the {} shards of `{}`; they are the same, and the first is \
+             read; remove one of them",
+            dir.display(),
+            index::SINGLE,
+            second.len(),
+            index::INDEX
+        ))),
     }
 }
 

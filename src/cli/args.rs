@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Arg, ArgGroup, Args, Parser, Subcommand, ValueEnum};
 
+use super::environment::stand_in;
 pub use super::gguf::{ConvertArgs, ConvertTo, FloatArg, GgufArgs, ImatrixArgs, ImatrixForm};
 use super::methods::{AwqArgs, FormatArg, Fp8Args, KvCacheArg, SmoothquantArgs};
 use super::parse::{
@@ -37,7 +38,7 @@ pub struct Cli {
 #[derive(Clone, Debug, Args)]
 pub struct Global {
     /// Threads to work with [default: all cores]. The output does not depend on it
-    #[arg(long, global = true, env = "QUANTKIT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, global = true, env = stand_in("QUANTKIT_THREADS"), value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
     /// Say nothing but results, warnings and errors
     #[arg(long, short, global = true)]
@@ -104,7 +105,7 @@ pub struct ModelArgs {
     #[arg(long)]
     pub revision: Option<String>,
     /// Where to compute: auto (all CUDA devices, or the CPU), cpu, cuda (all), cuda:0, cuda:0,1
-    #[arg(long, default_value = "auto", env = "QUANTKIT_DEVICE", value_parser = parse_device)]
+    #[arg(long, default_value = "auto", env = stand_in("QUANTKIT_DEVICE"), value_parser = parse_device)]
     pub device: DeviceArg,
 }
 
@@ -146,7 +147,8 @@ pub struct SchemeArgs {
     /// Leave modules whose path matches in floating point
     #[arg(long = "skip", value_name = "REGEX")]
     pub skips: Vec<String>,
-    /// What to do where the group size does not divide a module's input
+    /// What to do where the group size does not divide a module's input; with `skip`, modules that a consumer of --for
+    /// would not load stay in floating point too
     #[arg(long, value_enum, default_value_t = OnMisfit::Refuse)]
     pub on_misfit: OnMisfit,
     /// Whether the command has that option.
@@ -416,7 +418,7 @@ pub struct KlArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "reference_logits")]
     pub save_baseline: Option<PathBuf>,
     /// Where to compute: auto (all CUDA devices, or the CPU), cpu, cuda (all), cuda:0, cuda:0,1
-    #[arg(long, default_value = "auto", env = "QUANTKIT_DEVICE", value_parser = parse_device)]
+    #[arg(long, default_value = "auto", env = stand_in("QUANTKIT_DEVICE"), value_parser = parse_device)]
     pub device: DeviceArg,
     /// Text to compare on; may be given several times [default: two built-in held-out texts, a story and science]
     #[arg(long = "text", value_name = "FILE")]

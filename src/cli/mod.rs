@@ -1,6 +1,7 @@
 //! Arguments, progress, interruption, exit codes.
 
 pub mod args;
+pub mod environment;
 pub mod exit;
 pub mod gguf;
 pub mod interrupt;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::args::{Command, DeviceArg, OutputArgs};
+use super::environment::stand_in;
 use super::parse::{parse_bytes, parse_count, parse_device, parse_group_size, parse_reserve};
 
 #[derive(Debug, Args)]
@@ -61,7 +62,7 @@ pub struct RunArgs {
     #[arg(long)]
     pub dry_run: bool,
     /// Where to compute, unless an artifact of the recipe says otherwise: auto, cpu, cuda, cuda:0, cuda:0,1
-    #[arg(long, default_value = "auto", env = "QUANTKIT_DEVICE", value_parser = parse_device)]
+    #[arg(long, default_value = "auto", env = stand_in("QUANTKIT_DEVICE"), value_parser = parse_device)]
     pub device: DeviceArg,
     /// One JSON object on stdout, nothing else
     #[arg(long)]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use super::args::{DeviceArg, ModelArgs};
+use super::environment::stand_in;
 use super::parse::{parse_bos, parse_convention, parse_count, parse_device};
 use super::report::ThresholdArgs;
 use crate::backend::cache::CacheType;
@@ -101,7 +102,7 @@ pub struct ValidateArgs {
     #[arg(long, value_name = "FILE")]
     pub baseline: Option<PathBuf>,
     /// Where to compute: auto (all CUDA devices, or the CPU), cpu, cuda (all), cuda:0, cuda:0,1
-    #[arg(long, default_value = "auto", env = "QUANTKIT_DEVICE", value_parser = parse_device)]
+    #[arg(long, default_value = "auto", env = stand_in("QUANTKIT_DEVICE"), value_parser = parse_device)]
     pub device: DeviceArg,
     /// One JSON object on stdout, nothing else
     #[arg(long)]

@@ -18,6 +18,7 @@ use crate::evaluate::baseline::{
     self, CorpusRecord, Header, Reader, ReferenceRecord, Settings, Writer, tokenizer_sha256,
 };
 use crate::evaluate::divergence::{Divergence, KlBound, Reference, measure};
+use crate::evaluate::finite;
 use crate::evaluate::logits_file::{LogitsFile, record_bytes};
 use crate::evaluate::perplexity::peak_rss_bytes;
 use crate::evaluate::windows::{Convention, Window, plan};
@@ -29,8 +30,10 @@ use crate::num::size::bytes;
 #[derive(Serialize)]
 struct Report {
     artifact: String,
-    /// The quantization method of an artifact.
-    method: Option<&'static str>,
+    /// The quantization method, where the artifact records it.
+    method: Option<String>,
+    /// The form that its weights are stored in.
+    format: Option<&'static str>,
     reference: String,
     corpora: Vec<OnCorpus>,
     /// The baseline that was written or read.
@@ -47,6 +50,9 @@ struct Report {
 #[derive(Serialize)]
 struct OnCorpus {
     corpus: String,
+    /// Why figures are not finite, where some are not: they are `null`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<String>,
     #[serde(flatten)]
     figures: Divergence,
     /// Where the divergence is an estimate.
@@ -112,7 +118,8 @@ pub fn run(args: &KlArgs, printer: Printer) -> Result<()> {
     let (reference, corpora, baseline) = compared;
     let report = Report {
         artifact: located.name,
-        method: artifact.method,
+        method: artifact.method.clone(),
+        format: artifact.format,
         reference,
         corpora,
         baseline,
@@ -247,7 +254,7 @@ fn same_windows(header: &Header, corpus: &baseline::Corpus, artifact: &Runnable,
         return Ok(());
     };
     let tokenizer = artifact.tokenizer().context("the artifact")?;
-    let tokens = tokenizer.encode(&text.text()).context("the artifact")?;
+    let tokens = text.first_text_tokens(tokenizer, usize::MAX).context("the artifact")?;
     // What BOS is, the reference decided.
     let first = corpus.windows.first().and_then(|window| window.tokens.first()).copied();
     let bos = match (record.bos.as_str(), first) {
@@ -318,9 +325,11 @@ fn compare(
         steps.set(done as u64, total as u64);
         interrupt::check()
     })?;
+    let figures = Divergence::of(&positions).context("nothing to compare")?;
     Ok(OnCorpus {
         corpus,
-        figures: Divergence::of(&positions).context("nothing to compare")?,
+        reason: finite::comparison(&figures),
+        figures,
         kl_bound: KlBound::of(&positions),
         convention,
         window,
@@ -389,7 +398,11 @@ fn row<'a>(quantiles: impl Iterator<Item = (&'a str, f64)>, digits: usize) -> St
 
 fn gates(args: &KlArgs, corpora: &[OnCorpus]) -> Result<()> {
     let mut failed = Vec::new();
-    for OnCorpus { corpus, figures, .. } in corpora {
+    for OnCorpus { corpus, figures, reason, .. } in corpora {
+        if let Some(reason) = reason {
+            failed.push(format!("on {corpus} {reason}"));
+            continue;
+        }
         if let Some(limit) = args.max_kl.filter(|limit| figures.kl.mean > *limit) {
             failed.push(format!("on {corpus} the mean divergence is {:.6} nats, more than {limit}", figures.kl.mean));
         }

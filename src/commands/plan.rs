@@ -87,7 +87,6 @@ struct Found {
 
 pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     let found = find(args, printer)?;
-    let json = found.checkpoint.config();
     let tensors = found.checkpoint.tensors();
     let config = ModelConfig::of(&found.checkpoint).with_context(|| format!("`{}`", found.name))?;
     let unread_tensors = config.unread(&found.checkpoint, found.plain);
@@ -95,7 +94,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     warnings.extend(unread_tensors.as_ref().map(ToString::to_string));
     let source = match found.plain {
         true => Source::measured(&found.checkpoint, &config),
-        false => Source::configured(json, &config),
+        false => Source::configured(&found.checkpoint.keys(), &config)?,
     };
     let context = args.context.unwrap_or(2048.min(config.max_positions));
     if context > config.max_positions {
@@ -117,7 +116,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     };
     let group_size = GroupSize::new(args.group_size).context("a group size is -1 or positive")?;
     let stored: u64 = tensors.values().map(|entry| entry.bytes.len() as u64).sum();
-    let mut all = sizes::all(&source, json, &config, group_size);
+    let mut all = sizes::all(&source, &config, group_size);
     if stored > 0 && !found.plain {
         let bits = stored as f64 * 8.0 / source.parameters().max(1) as f64;
         let (bytes, bits_per_weight) = (Some(stored), Some(bits));
@@ -172,17 +171,18 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
             let mut options = HubOptions::from_env()?;
             options.revision.clone_from(&args.revision);
             let dir = transfer(spec, printer, |events| Ok(hub::fetch_config(spec, &options, events)?))?;
-            return opened(&dir, spec.clone());
+            return opened(&dir, spec.clone(), printer);
         }
     }
     let (model, revision) = (args.model.clone(), args.revision.clone());
     let located = locate(&ModelArgs { model, revision, device: DeviceArg::Cpu }, printer)?;
-    opened(&located.dir, located.name.clone())
+    opened(&located.dir, located.name.clone(), printer)
 }
 
-fn opened(dir: &Path, name: String) -> Result<Found> {
+fn opened(dir: &Path, name: String, printer: Printer) -> Result<Found> {
     if format::is_file(dir) {
         let opened = format::open_file(dir)?;
+        opened.warnings.iter().for_each(|warning| printer.warn(warning));
         let checkpoint = opened.source.checkpoint().clone();
         return Ok(Found { name, checkpoint, plain: opened.method.is_none() });
     }
@@ -190,6 +190,7 @@ fn opened(dir: &Path, name: String) -> Result<Found> {
         Err(CheckpointError::NoWeights(..)) => (Checkpoint::open_config(dir)?, false),
         opened => (opened?, true),
     };
+    checkpoint.notes().iter().for_each(|note| printer.warn(note));
     let plain = weights && config::find(&checkpoint)?.is_none();
     Ok(Found { name, checkpoint, plain })
 }

@@ -104,7 +104,7 @@ impl OutputFolder {
 
     /// Writes the file `name`.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<FileRecord, OutputError> {
-        let path = self.path().join(name);
+        let path = self.place(name)?;
         fs::write(&path, bytes).map_err(|source| OutputError::Io { path, source })?;
         Ok(FileRecord { file: name.into(), bytes: bytes.len() as u64, sha256: sha256_bytes(bytes) })
     }
@@ -112,7 +112,7 @@ impl OutputFolder {
     /// Copies the contents of `from` to the file `name`. Permissions are those of a new file: hub caches hold
     /// links to files that only their owner may read.
     pub fn copy(&self, from: &Path, name: &str) -> Result<FileRecord, OutputError> {
-        let path = self.path().join(name);
+        let path = self.place(name)?;
         let unreadable = |source| OutputError::Io { path: from.into(), source };
         let mut input = File::open(from).map_err(unreadable)?;
         let write = |source| OutputError::Io { path: path.clone(), source };
@@ -120,6 +120,15 @@ impl OutputFolder {
         io::copy(&mut input, &mut output).map_err(write)?;
         let (sha256, bytes) = sha256_file(&path).map_err(|e| write(io::Error::other(e)))?;
         Ok(FileRecord { file: name.into(), bytes, sha256 })
+    }
+
+    /// The path of the file `name`, in a folder that is there.
+    fn place(&self, name: &str) -> Result<PathBuf, OutputError> {
+        let path = self.path().join(name);
+        if let Some(folder) = path.parent().filter(|_| name.contains('/')) {
+            fs::create_dir_all(folder).map_err(|source| OutputError::Io { path: folder.into(), source })?;
+        }
+        Ok(path)
     }
 
     /// Makes everything durable and gives the folder its name.

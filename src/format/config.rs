@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use serde_json::{Map, Value};
 
 use super::FormatError;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, CheckpointError, JsonKeys, whole};
+use crate::scheme::GroupSize;
 
 /// The key of `config.json` that every consumer reads.
 const KEY: &str = "quantization_config";
@@ -26,7 +27,8 @@ pub struct Found {
 /// Looks for the quantization config: in `config.json`, there under `text_config`, then in the side files.
 pub fn find(checkpoint: &Checkpoint) -> Result<Option<Found>, FormatError> {
     let config = checkpoint.config();
-    let nested = config.get("text_config").and_then(|text| text.get(KEY));
+    let keys = checkpoint.keys();
+    let nested = keys.object("text_config").map_err(CheckpointError::from)?.and_then(|text| text.get(KEY));
     let inside = [config.get(KEY), nested, config.get("compression_config")];
     if let Some(value) = inside.into_iter().flatten().find(|value| !value.is_null()) {
         return found(checkpoint.dir().join("config.json"), value.clone()).map(Some);
@@ -40,7 +42,12 @@ pub fn find(checkpoint: &Checkpoint) -> Result<Option<Found>, FormatError> {
 }
 
 fn found(path: PathBuf, value: Value) -> Result<Found, FormatError> {
-    let text = |key: &str| value.get(key).and_then(Value::as_str);
+    let invalid = |why: String| FormatError::Config { path: path.clone(), why };
+    if !value.is_object() {
+        return Err(invalid(format!("it is {value}; an object is needed")));
+    }
+    let keys = JsonKeys::of("", &value);
+    let text = |key: &str| keys.text(key).map_err(|why| invalid(why.into()));
     // Old side files name no method, but each has keys that only its writer used.
     let guessed = if value.get("w_bit").is_some() {
         Some("awq")
@@ -49,10 +56,15 @@ fn found(path: PathBuf, value: Value) -> Result<Found, FormatError> {
     } else {
         None
     };
-    match text("quant_method").or(text("method")).or(guessed) {
-        Some(method) => Ok(Found { method: method.to_lowercase(), path, value }),
-        None => Err(FormatError::Config { path, why: "it names no `quant_method`".into() }),
+    match text("quant_method")?.or(text("method")?).or(guessed).map(str::to_lowercase) {
+        Some(method) => Ok(Found { method, path, value }),
+        None => Err(invalid("it names no `quant_method`".into())),
     }
+}
+
+/// A group size of a quantization config.
+pub fn group_size(value: &Value) -> Option<GroupSize> {
+    whole(value).and_then(|size| i32::try_from(size).ok()).and_then(GroupSize::new)
 }
 
 /// The artifact's `config.json`: `source` with `quantization` added, keys in their order. A nested text

@@ -78,6 +78,11 @@ pub enum Mismatch {
 }
 
 impl Manifest {
+    /// The quantization method that the settings name.
+    pub fn method(&self) -> Option<&str> {
+        self.options.get("method")?.as_str()
+    }
+
     /// Writes `quantkit.json` into `dir`.
     pub fn write(&self, dir: &Path) -> Result<(), ManifestError> {
         let path = dir.join(FILE);
@@ -93,8 +98,7 @@ impl Manifest {
         let invalid = |why: String| ManifestError::Invalid { path: path.clone(), why };
         let manifest: Self = serde_json::from_slice(&text).map_err(|e| invalid(e.to_string()))?;
         let inside = |name: &str| {
-            let mut parts = Path::new(name).components();
-            matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
+            !name.is_empty() && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
         };
         match manifest.outputs.iter().find(|record| !inside(&record.file)) {
             Some(record) => Err(invalid(format!("`{}` lies outside the folder", record.file))),

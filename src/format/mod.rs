@@ -73,6 +73,8 @@ pub struct Quantization {
     pub schemes: BTreeMap<String, Scheme>,
     /// Scales of keys and values.
     pub kv_cache: Option<KvScales>,
+    /// How the inputs of linears are rounded, each way once, in the order of modules; empty where all stay floats.
+    pub inputs: Vec<String>,
 }
 
 impl Quantization {

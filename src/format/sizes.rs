@@ -2,7 +2,6 @@
 //! `config.json` alone. Layouts and type rules are those that writing uses.
 
 use serde::Serialize;
-use serde_json::Value;
 
 use super::awq::AwqLayout;
 use super::compressed::{self, CompressedLayout};
@@ -16,7 +15,7 @@ use super::gguf::write::{self, data_bytes};
 use super::gptq::GptqLayout;
 use super::layout::{InputsKind, Layout, Tile, fitting, laid_out};
 use super::safetensors::TensorSpec;
-use crate::checkpoint::{Checkpoint, Entry};
+use crate::checkpoint::{Checkpoint, Entry, JsonKeys, KeyError};
 use crate::model::config::ModelConfig;
 use crate::num::ggml::GgmlType;
 use crate::pack::gptq::Version;
@@ -40,19 +39,15 @@ impl Source {
     }
 
     /// What a config asks for, in the number type that it names, F16 if none.
-    pub fn configured(json: &Value, config: &ModelConfig) -> Self {
-        let levels = [Some(json), json.get("text_config")];
-        let named = levels.into_iter().flatten().find_map(|level| {
-            let value = level.get("dtype").or(level.get("torch_dtype"))?;
-            value.as_str().map(|name| name.trim_start_matches("torch."))
-        });
-        let dtype = match named {
-            Some("float32") => Dtype::F32,
-            Some("bfloat16") => Dtype::BF16,
-            _ => Dtype::F16,
-        };
+    pub fn configured(keys: &JsonKeys, config: &ModelConfig) -> Result<Self, KeyError> {
+        let levels = [Some(keys.clone()), keys.object("text_config")?];
+        let mut dtype = None;
+        for level in levels.iter().flatten() {
+            dtype = dtype.or(float_type(level)?);
+        }
+        let dtype = dtype.unwrap_or(Dtype::F16);
         let tensors = config.tensors().into_iter().map(|(name, shape)| TensorSpec::new(name, dtype, shape));
-        Self { tensors: tensors.collect(), measured: false }
+        Ok(Self { tensors: tensors.collect(), measured: false })
     }
 
     /// Numbers in floating-point tensors.
@@ -76,6 +71,24 @@ impl Source {
     }
 }
 
+/// The type of numbers that one level of a config names; `dtype` is the newer spelling.
+fn float_type(keys: &JsonKeys) -> Result<Option<Dtype>, KeyError> {
+    let read = |key: &str| {
+        keys.read(key, "known are float32, float16 and bfloat16", |name| {
+            match name.as_str()?.trim_start_matches("torch.") {
+                "float32" => Some(Dtype::F32),
+                "bfloat16" => Some(Dtype::BF16),
+                "float16" | "auto" => Some(Dtype::F16),
+                _ => None,
+            }
+        })
+    };
+    match (read("dtype")?, read("torch_dtype")?) {
+        (Some(one), Some(other)) if one != other => Err(keys.contradiction("dtype", keys, "torch_dtype")),
+        (one, other) => Ok(one.or(other)),
+    }
+}
+
 /// One form of the weights.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Size {
@@ -92,7 +105,7 @@ pub struct Size {
 }
 
 /// Sizes in all forms: floats of 16 bits, then layouts of safetensors, then the types of GGUF.
-pub fn all(source: &Source, json: &Value, config: &ModelConfig, group_size: GroupSize) -> Vec<Size> {
+pub fn all(source: &Source, config: &ModelConfig, group_size: GroupSize) -> Vec<Size> {
     let parameters = source.parameters().max(1) as f64;
     let size = |name: String, command: Option<String>, bytes: Result<u64, String>, note: Option<String>| Size {
         name,
@@ -114,7 +127,7 @@ pub fn all(source: &Source, json: &Value, config: &ModelConfig, group_size: Grou
         out.push(size(form.name, Some(form.command), bytes, note));
     }
     for kind in FileType::all() {
-        let (bytes, note) = match gguf(source, json, config, kind) {
+        let (bytes, note) = match gguf(source, config, kind) {
             Ok((bytes, note)) => (Ok(bytes), note),
             Err(why) => (Err(why), None),
         };
@@ -202,7 +215,7 @@ fn settled(config: &ModelConfig, layout: &dyn Layout, scheme: Scheme) -> (Vec<Mo
 }
 
 /// Bytes of the tensors of a GGUF file, and what it takes to make it.
-fn gguf(source: &Source, json: &Value, config: &ModelConfig, kind: FileType) -> Result<(u64, Option<String>), String> {
+fn gguf(source: &Source, config: &ModelConfig, kind: FileType) -> Result<(u64, Option<String>), String> {
     let architecture = Architecture::of(config.family).map_err(|e| e.to_string())?;
     let mut tensors: Vec<write::TensorSpec> = Vec::new();
     for spec in source.tensors.iter().filter(|spec| spec.dtype.is_float() && config.reads(&spec.name)) {
@@ -215,7 +228,7 @@ fn gguf(source: &Source, json: &Value, config: &ModelConfig, kind: FileType) -> 
             tensors.push(write::TensorSpec::new(name, stored, spec.shape.clone()));
         }
     }
-    if let Some(factors) = rope_freqs(json, config) {
+    if let Some(factors) = rope_freqs(config) {
         tensors.push(write::TensorSpec::new(ROPE_FACTORS, GgmlType::F32, [factors.len()]));
     }
     let shapes: Vec<(String, Vec<usize>)> = tensors.iter().map(|t| (t.name.clone(), t.shape.clone())).collect();

@@ -121,7 +121,13 @@ impl<L> StoredSource<L> {
     pub fn quantization(&self, of: impl Fn(&L) -> (Kind, Scheme)) -> Option<Quantization> {
         let (kind, base) = of(self.modules.values().next()?);
         let schemes = self.modules.iter().map(|(name, linear)| (name.clone(), of(linear).1)).collect();
-        Some(Quantization { kind, base, schemes, kv_cache: cache_scales(&self.checkpoint) })
+        let mut inputs: Vec<String> = Vec::new();
+        for reading in self.modules.values().filter_map(|linear| of(linear).0.inputs()) {
+            if !inputs.contains(&reading) {
+                inputs.push(reading);
+            }
+        }
+        Some(Quantization { kind, base, schemes, kv_cache: cache_scales(&self.checkpoint), inputs })
     }
 }
 

@@ -40,7 +40,7 @@ pub type Events<'a> = dyn FnMut(HubEvent) + 'a;
 /// Downloads the model `id` (`org/name`), as far as it is not in the cache yet, and returns its snapshot
 /// folder: `config.json`, the safetensors weights, and the tokenizer and other side files.
 ///
-/// Weights in other formats, subfolders and hidden files are left out.
+/// Weights in other formats, hidden files, and folders but that of further chat templates are left out.
 pub fn fetch(id: &str, options: &HubOptions, events: &mut Events<'_>) -> Result<PathBuf, HubError> {
     if !legal_id(id) {
         return Err(HubError::BadId { id: id.into() });
@@ -68,6 +68,16 @@ pub fn fetch(id: &str, options: &HubOptions, events: &mut Events<'_>) -> Result<
             let shards = select::shards(id, &remote.obtain(INDEX, events)?)?;
             if let Some(shard) = shards.iter().find(|s| !listed(s)) {
                 return Err(HubError::ShardMissing { id: id.into(), shard: shard.clone() });
+            }
+            shards
+        }
+        Weights::Both => {
+            let mut shards = select::shards(id, &remote.obtain(INDEX, events)?)?;
+            if !shards.iter().all(|shard| listed(shard)) {
+                shards.clear();
+            }
+            if !shards.iter().any(|shard| shard == select::SINGLE) {
+                shards.push(select::SINGLE.into());
             }
             shards
         }

@@ -52,6 +52,7 @@ impl HubOptions {
 
     /// [`Self::from_env`] with variables from elsewhere.
     pub fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, HubError> {
+        // A variable that is set to nothing counts as unset.
         let folder = |name: &str| variable(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         let text = |name: &str| {
             let value = variable(name)?.into_string().ok()?;
@@ -59,7 +60,7 @@ impl HubOptions {
         };
         let home = folder("HF_HOME")
             .or_else(|| folder("XDG_CACHE_HOME").map(|dir| dir.join("huggingface")))
-            .or_else(|| folder("HOME").or_else(std::env::home_dir).map(|dir| dir.join(".cache/huggingface")))
+            .or_else(|| folder("HOME").or_else(home_dir).map(|dir| dir.join(".cache/huggingface")))
             .ok_or(HubError::NoHome)?;
         let token_file = || {
             let token = std::fs::read_to_string(home.join("token")).ok()?;
@@ -102,6 +103,11 @@ impl HubOptions {
         let scheme = if scheme.is_empty() { String::new() } else { format!("{scheme}://") };
         path.map_or_else(|| format!("{scheme}{host}"), |path| format!("{scheme}{host}/{path}"))
     }
+}
+
+/// The home folder by other means than a variable that may be set to nothing.
+fn home_dir() -> Option<PathBuf> {
+    std::env::home_dir().filter(|dir| !dir.as_os_str().is_empty())
 }
 
 impl fmt::Debug for HubOptions {

@@ -16,6 +16,8 @@ pub enum Weights {
     One(String),
     /// In the shards that [`INDEX`] names.
     Indexed,
+    /// In [`SINGLE`], and in the shards that [`INDEX`] names if all of them are listed.
+    Both,
 }
 
 /// The listing without repeats, in its order; refused if a name would leave the folder.
@@ -27,14 +29,15 @@ pub fn checked(id: &str, names: Vec<String>) -> Result<Vec<String>, HubError> {
     Ok(names.into_iter().filter(|name| seen.insert(name.clone())).collect())
 }
 
-/// Finds the weights as `Checkpoint::open` will: `model.safetensors`, else an index, else the only one.
+/// Finds the weights as `Checkpoint::open` will: `model.safetensors`, else an index, else the only one. With both of the
+/// former, it compares them.
 pub fn weights(id: &str, names: &[String]) -> Result<Weights, HubError> {
     let listed = |name: &str| names.iter().any(|n| n == name);
-    if listed(SINGLE) {
-        return Ok(Weights::One(SINGLE.into()));
-    }
-    if listed(INDEX) {
-        return Ok(Weights::Indexed);
+    match (listed(SINGLE), listed(INDEX)) {
+        (true, true) => return Ok(Weights::Both),
+        (true, false) => return Ok(Weights::One(SINGLE.into())),
+        (false, true) => return Ok(Weights::Indexed),
+        (false, false) => {}
     }
     let here: Vec<&String> = names.iter().filter(|n| !n.contains('/')).collect();
     let found: Vec<&&String> = here.iter().filter(|n| n.ends_with(".safetensors")).collect();
@@ -79,6 +82,10 @@ pub fn side_files(names: &[String]) -> Vec<String> {
     const OTHER_WEIGHTS: [&str; 9] =
         [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json"];
     let wanted = |name: &&String| {
+        let template = name.strip_prefix("additional_chat_templates/");
+        if let Some(template) = template.filter(|template| !template.contains('/')) {
+            return template.ends_with(".jinja");
+        }
         let here = !name.contains('/') && !name.starts_with('.') && *name != CONFIG;
         let named = ENDS.iter().any(|end| name.ends_with(end)) || BEGINS.iter().any(|begin| name.starts_with(begin));
         here && named && !OTHER_WEIGHTS.iter().any(|end| name.ends_with(end))

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use minijinja::value::{Enumerator, Kwargs, Object, ValueKind};
@@ -15,8 +16,8 @@ use regex::Regex;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::model::tokenizer::token_text;
+use crate::checkpoint::{Checkpoint, CheckpointError, KeyError};
+use crate::model::templates::{DEFAULT, templates};
 
 /// The largest template that is read; the longest in use are a tenth of it.
 const TEMPLATE_BYTES: usize = 256 << 10;
@@ -51,8 +52,17 @@ impl Object for Message {
 pub enum ChatError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Key(#[from] KeyError),
     #[error("the chat template in `{origin}` is not readable: {why}")]
     Form { origin: String, why: String },
+    #[error(
+        "`{dir}` has two chat templates of the name `{name}`: that in `{}` is not that in `{}`; transformers uses the \
+         first, llama.cpp's converter the second: remove one of them",
+        files[0],
+        files[1]
+    )]
+    TwoTemplates { dir: PathBuf, name: String, files: [String; 2] },
     #[error("the chat template in `{origin}` has {bytes} bytes; at most {TEMPLATE_BYTES} are read")]
     TooLong { origin: String, bytes: usize },
     #[error("the chat template in `{origin}` fails at line {line}: {why}")]
@@ -75,25 +85,22 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The model's template, from the first of `chat_template.jinja`, `chat_template` in `tokenizer_config.json`
-    /// (a string, or a list of named ones with a `default`) and `chat_template.json`; nothing if there is none.
+    /// The model's default template (see [`templates`]); nothing if there is none at all.
     pub fn load(checkpoint: &Checkpoint) -> Result<Option<Self>, ChatError> {
-        let config = checkpoint.side_json("tokenizer_config.json")?.unwrap_or_default();
-        let tokens = checkpoint.side_json("special_tokens_map.json")?.unwrap_or_default();
-        let token = |key| token_text(&config, key).or_else(|| token_text(&tokens, key)).map(str::to_owned);
-        let found = match checkpoint.side_text("chat_template.jinja")? {
-            Some(source) => Some(("chat_template.jinja", source)),
-            None => match stored(&config, "tokenizer_config.json")? {
-                Some(source) => Some(("tokenizer_config.json", source)),
-                None => {
-                    let file = checkpoint.side_json("chat_template.json")?.unwrap_or_default();
-                    stored(&file, "chat_template.json")?.map(|source| ("chat_template.json", source))
-                }
-            },
+        let all = templates(checkpoint)?;
+        let Some(found) = all.iter().find(|template| template.name == DEFAULT) else {
+            let Some(first) = all.first() else { return Ok(None) };
+            let names = all.iter().map(|template| &*template.name).collect::<Vec<_>>().join(", ");
+            let why = format!("none of its templates ({names}) is named `{DEFAULT}`");
+            return Err(ChatError::Form { origin: first.file.clone(), why });
         };
-        let Some((file, source)) = found else { return Ok(None) };
-        let origin = checkpoint.dir().join(file).display().to_string();
-        Self::new(&source, &origin, token("bos_token"), token("eos_token")).map(Some)
+        let (config, map) = (checkpoint.side("tokenizer_config.json")?, checkpoint.side("special_tokens_map.json")?);
+        let token = |role| -> Result<Option<String>, CheckpointError> {
+            let own = config.keys().token(role)?.map(str::to_owned);
+            Ok(own.or(map.keys().token(role)?.map(str::to_owned)))
+        };
+        let origin = checkpoint.dir().join(&found.file).display().to_string();
+        Self::new(&found.source, &origin, token("bos_token")?, token("eos_token")?).map(Some)
     }
 
     /// Compiles `source`; `origin` is what messages call it.
@@ -168,27 +175,6 @@ fn reason(error: &Error) -> String {
     match error.detail() {
         Some(detail) => format!("{}: {detail}", error.kind()),
         None => error.kind().to_string(),
-    }
-}
-
-/// The `chat_template` key of a file: one template, or a list of `{name, template}`.
-fn stored(file: &serde_json::Value, name: &str) -> Result<Option<String>, ChatError> {
-    let form = |why: String| Err(ChatError::Form { origin: name.into(), why });
-    match file.get("chat_template") {
-        None | Some(serde_json::Value::Null) => Ok(None),
-        Some(serde_json::Value::String(source)) => Ok(Some(source.clone())),
-        Some(serde_json::Value::Array(list)) => {
-            let field = |item: &serde_json::Value, key: &str| item.get(key)?.as_str().map(str::to_owned);
-            let default = list.iter().find(|item| field(item, "name").as_deref() == Some("default"));
-            match default.and_then(|item| field(item, "template")) {
-                Some(source) => Ok(Some(source)),
-                None => {
-                    let names: Vec<_> = list.iter().filter_map(|item| field(item, "name")).collect();
-                    form(format!("none of its templates ({}) is named `default`", names.join(", ")))
-                }
-            }
-        }
-        Some(_) => form("`chat_template` is neither a string nor a list".into()),
     }
 }
 

@@ -9,17 +9,15 @@ use thiserror::Error;
 use super::families::{self, Family, Sliding};
 use super::rope::{self, Rope};
 use crate::backend::Activation;
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::{CheckpointError, JsonKeys, KeyError};
 
 /// Why a config cannot be run.
 #[derive(Debug, Error)]
 pub enum ConfigError {
     #[error("model type `{name}` is not known; known: {known}")]
     UnknownFamily { name: String, known: String },
-    #[error("config.json: `{key}` is missing")]
-    Missing { key: &'static str },
-    #[error("config.json: `{key}` is {found}; {wanted}")]
-    Value { key: String, found: String, wanted: String },
+    #[error(transparent)]
+    Key(#[from] KeyError),
     #[error(transparent)]
     Tensor(#[from] CheckpointError),
     #[error(
@@ -74,46 +72,6 @@ pub struct ModelConfig {
     pub ropes: Vec<Rope>,
 }
 
-/// Reads keys of one JSON object, naming what is wrong.
-struct Keys<'a>(&'a Value);
-
-impl<'a> Keys<'a> {
-    fn get(&self, key: &str) -> Option<&'a Value> {
-        self.0.get(key).filter(|v| !v.is_null())
-    }
-
-    fn read<T>(
-        &self,
-        key: &str,
-        wanted: &str,
-        convert: impl Fn(&'a Value) -> Option<T>,
-    ) -> Result<Option<T>, ConfigError> {
-        self.get(key).map(|v| convert(v).ok_or_else(|| bad(key, v, wanted))).transpose()
-    }
-
-    fn count(&self, key: &'static str) -> Result<Option<usize>, ConfigError> {
-        self.read(key, "a positive whole number is needed", |v| {
-            v.as_u64().filter(|&n| n > 0 && n < 1 << 24).map(|n| n as usize)
-        })
-    }
-
-    fn need(&self, key: &'static str) -> Result<usize, ConfigError> {
-        self.count(key)?.ok_or(ConfigError::Missing { key })
-    }
-
-    fn positive(&self, key: &str) -> Result<Option<f64>, ConfigError> {
-        self.read(key, "a positive number is needed", |v| v.as_f64().filter(|n| *n > 0.0))
-    }
-
-    fn flag(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
-        Ok(self.read(key, "true or false is needed", Value::as_bool)?.unwrap_or(default))
-    }
-}
-
-fn bad(key: &str, found: &Value, wanted: &str) -> ConfigError {
-    ConfigError::Value { key: key.into(), found: found.to_string(), wanted: wanted.into() }
-}
-
 impl ModelConfig {
     /// The linears of all blocks: path, output channels, input channels.
     pub fn linears(&self) -> Vec<(String, usize, usize)> {
@@ -134,21 +92,21 @@ impl ModelConfig {
     /// Settles a `config.json`. `shape_of` gives the shape of the first tensor whose name starts with a given
     /// text: the multimodal wrappers changed their names over time, and Gemma 3 leaves `vocab_size` unsaid.
     pub fn parse<'a>(json: &Value, shape_of: impl Fn(&str) -> Option<&'a [usize]>) -> Result<Self, ConfigError> {
-        let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
-        let architecture = json.pointer("/architectures/0").and_then(Value::as_str);
+        let whole = JsonKeys::of("config.json", json);
+        let model_type = whole.text("model_type")?.unwrap_or_default();
+        let architecture = whole.texts("architectures")?.and_then(|names| names.first().copied());
         if model_type.is_empty() && architecture.is_none() {
-            return Err(ConfigError::Missing { key: "model_type" });
+            return Err(whole.missing("model_type").into());
         }
         let family = families::find(model_type, architecture)?;
-        let nested = json.get("text_config").filter(|v| v.is_object());
-        let keys = Keys(nested.unwrap_or(json));
+        let keys = whole.object("text_config")?.unwrap_or(whole.clone());
         const PREFIXES: [&str; 3] = ["language_model.model.", "model.language_model.", "model."];
         let prefix = PREFIXES.into_iter().find(|p| shape_of(p).is_some()).unwrap_or("model.");
         let defaults = &family.defaults;
 
         let hidden = keys.need("hidden_size")?;
         let heads = keys.count("num_attention_heads")?.or(defaults.heads);
-        let heads = heads.ok_or(ConfigError::Missing { key: "num_attention_heads" })?;
+        let heads = heads.ok_or_else(|| keys.missing("num_attention_heads"))?;
         let kv_heads = keys.count("num_key_value_heads")?.or(defaults.kv_heads).unwrap_or(heads);
         if heads % kv_heads != 0 {
             return Err(bad(
@@ -173,14 +131,12 @@ impl ModelConfig {
             return Err(bad("num_hidden_layers", &layer_count.into(), "no known model has that many"));
         }
         let max_positions = keys.count("max_position_embeddings")?.unwrap_or(defaults.max_positions);
-        let activation = match keys
-            .get("hidden_activation")
-            .or(keys.get("hidden_act"))
-            .map_or(Some(defaults.activation), Value::as_str)
-        {
-            Some("silu" | "swish") => Activation::Silu,
-            Some("gelu_pytorch_tanh" | "gelu_new") => Activation::GeluTanh,
-            other => return Err(bad("hidden_act", &other.into(), "known are silu and gelu_pytorch_tanh")),
+        let activation = match (activation(&keys, "hidden_activation")?, activation(&keys, "hidden_act")?) {
+            (Some(one), Some(other)) if one != other => {
+                return Err(keys.contradiction("hidden_activation", &keys, "hidden_act").into());
+            }
+            (Some(one), _) | (None, Some(one)) => one,
+            (None, None) => known_activation(defaults.activation).unwrap_or(Activation::Silu),
         };
         let scalar = keys.positive("query_pre_attn_scalar")?.unwrap_or(if family.sandwich_norms {
             256.0
@@ -189,11 +145,8 @@ impl ModelConfig {
         });
         let attention_bias = keys.flag("attention_bias", false)?;
         let (layers, ropes) = layer_kinds(&keys, family, layer_count, head_dim, max_positions)?;
-        let tied = match nested {
-            // Wrappers say it at either level.
-            Some(_) => keys.flag("tie_word_embeddings", Keys(json).flag("tie_word_embeddings", defaults.tied)?)?,
-            None => keys.flag("tie_word_embeddings", defaults.tied)?,
-        };
+        // Wrappers say it at either level.
+        let tied = keys.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", defaults.tied)?)?;
         let embedding_rows = || shape_of(&format!("{prefix}embed_tokens.weight"))?.first().copied();
         let vocab = keys.count("vocab_size")?.or_else(embedding_rows);
         let mut config = Self {
@@ -204,7 +157,7 @@ impl ModelConfig {
             heads,
             kv_heads,
             head_dim,
-            vocab: vocab.ok_or(ConfigError::Missing { key: "vocab_size" })?,
+            vocab: vocab.ok_or_else(|| keys.missing("vocab_size"))?,
             max_positions,
             eps: keys.positive("rms_norm_eps")?.unwrap_or(defaults.rms_norm_eps) as f32,
             tied,
@@ -229,16 +182,33 @@ impl ModelConfig {
     }
 }
 
+fn bad(key: &str, found: &Value, wanted: &str) -> ConfigError {
+    let (file, found) = ("config.json".into(), found.to_string());
+    KeyError::Value { file, key: key.into(), found, wanted: wanted.into() }.into()
+}
+
+fn known_activation(name: &str) -> Option<Activation> {
+    match name {
+        "silu" | "swish" => Some(Activation::Silu),
+        "gelu_pytorch_tanh" | "gelu_new" => Some(Activation::GeluTanh),
+        _ => None,
+    }
+}
+
+fn activation(keys: &JsonKeys, key: &str) -> Result<Option<Activation>, KeyError> {
+    keys.read(key, "known are silu and gelu_pytorch_tanh", |name| known_activation(name.as_str()?))
+}
+
 fn layer_kinds(
-    keys: &Keys,
+    keys: &JsonKeys,
     family: &Family,
     count: usize,
     head_dim: usize,
     max_positions: usize,
 ) -> Result<(Vec<LayerKind>, Vec<Rope>), ConfigError> {
-    let window = match keys.0.get("sliding_window") {
+    let window = match keys.is_null("sliding_window") {
         // Spelled out it means no window; but a pattern of sliding layers is nothing without one.
-        Some(Value::Null) if !matches!(family.sliding, Sliding::Pattern(_)) => None,
+        true if !matches!(family.sliding, Sliding::Pattern(_)) => None,
         _ => keys.count("sliding_window")?.or(Some(family.defaults.sliding_window)),
     };
     let types = match keys.get("layer_types") {
@@ -260,7 +230,7 @@ fn layer_kinds(
         }
     };
     let local = matches!(family.sliding, Sliding::Pattern(_));
-    let ropes = rope::parse(keys.0, family, local, head_dim, max_positions)?;
+    let ropes = rope::parse(keys, family, local, head_dim, max_positions)?;
     let layers = window_of
         .into_iter()
         .map(|window| LayerKind { window, rope: usize::from(local && window.is_some()) })

@@ -4,12 +4,15 @@ pub mod block;
 mod cache_scales;
 pub mod chat;
 pub mod config;
+pub mod cuts;
 pub mod families;
 pub mod fold;
 mod parts;
 pub mod presence;
 pub mod rope;
 pub mod source;
+pub mod splits;
+pub mod templates;
 pub mod tokenizer;
 
 use std::sync::{Arc, Mutex};

@@ -6,20 +6,23 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::OnceLock;
 
-use serde_json::Value;
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 use tokenizers::models::ModelWrapper;
 use tokenizers::processors::PostProcessorWrapper;
 
-use crate::checkpoint::{Checkpoint, CheckpointError};
+use super::cuts::Cuts;
+use crate::checkpoint::{Checkpoint, CheckpointError, KeyError};
 
 /// What can go wrong between text and token ids.
 #[derive(Debug, Error)]
 pub enum TokenizerError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Key(#[from] KeyError),
     #[error("`{dir}` has no `tokenizer.json`, and text cannot be tokenized without it; {hint}")]
     Missing { dir: PathBuf, hint: &'static str },
     #[error("cannot read the tokenizer `{path}`: {why}")]
@@ -53,6 +56,8 @@ pub struct Tokenizer {
     adds_bos: bool,
     evidence: String,
     warning: Option<String>,
+    /// Found when first asked for: most texts are short.
+    cuts: OnceLock<Result<Cuts, String>>,
 }
 
 impl Tokenizer {
@@ -87,7 +92,11 @@ impl Tokenizer {
             let (_, entry) = checkpoint.tensors().iter().find(|(name, _)| name.ends_with("embed_tokens.weight"))?;
             entry.shape.first().map(|rows| *rows as u64)
         };
-        let vocab_size = config_value(checkpoint.config(), "vocab_size").and_then(Value::as_u64).or_else(embedding);
+        let config = checkpoint.keys();
+        // Multimodal models have the size of their text part under `text_config`.
+        let text_part = config.object("text_config")?.unwrap_or(config);
+        let vocab_size = text_part.count("vocab_size")?;
+        let vocab_size = vocab_size.map(|size| size as u64).or_else(embedding);
         if let Some(vocab_size) = vocab_size
             && let Some(highest) = base
             && u64::from(highest) >= vocab_size
@@ -119,6 +128,7 @@ impl Tokenizer {
             adds_bos,
             evidence,
             warning,
+            cuts: OnceLock::new(),
             inner,
         })
     }
@@ -127,6 +137,11 @@ impl Tokenizer {
     /// Special tokens that are spelled out in the text become their ids, as in Hugging Face tokenizers.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         encode(&self.inner, text, false)
+    }
+
+    /// Where a text may be cut so that its parts have the tokens of the whole, or why that is not known.
+    pub fn cuts(&self) -> Result<&Cuts, &str> {
+        self.cuts.get_or_init(|| Cuts::of(&self.inner)).as_ref().map_err(String::as_str)
     }
 
     /// The text of `ids`; special tokens are left out if `skip_special`.
@@ -215,11 +230,6 @@ fn missing_hint(dir: &Path) -> &'static str {
     }
 }
 
-/// A key of `config.json`, which multimodal models keep under `text_config`.
-fn config_value<'a>(config: &'a Value, key: &str) -> Option<&'a Value> {
-    config.get(key).or_else(|| config.get("text_config")?.get(key)).filter(|v| !v.is_null())
-}
-
 /// What the files beside the tokenizer say about BOS and EOS.
 struct SpecialIds {
     tokenizer_bos: Option<u32>,
@@ -230,36 +240,15 @@ struct SpecialIds {
 }
 
 impl SpecialIds {
-    fn read(checkpoint: &Checkpoint, inner: &tokenizers::Tokenizer, vocab_size: u64) -> Result<Self, TokenizerError> {
-        let tokenizer_config = checkpoint.side_json("tokenizer_config.json")?.unwrap_or_default();
-        let tokens_map = checkpoint.side_json("special_tokens_map.json")?.unwrap_or_default();
-        let generation = checkpoint.side_json("generation_config.json")?.unwrap_or_default();
-        let id_of = |key: &str| {
-            let text = token_text(&tokenizer_config, key).or_else(|| token_text(&tokens_map, key))?;
-            inner.token_to_id(text)
-        };
-        // Ids outside the embedding are left over from the model that a small one was cut from.
-        let ids = |value: Option<&Value>| -> Vec<u32> {
-            let list = match value {
-                Some(Value::Array(list)) => list.as_slice(),
-                Some(one) => std::slice::from_ref(one),
-                None => &[],
-            };
-            let inside = list.iter().filter_map(Value::as_u64).filter(|id| *id < vocab_size);
-            inside.filter_map(|id| u32::try_from(id).ok()).collect()
-        };
-        let of_config = |key| config_value(checkpoint.config(), key);
-        let (tokenizer_bos, tokenizer_eos) = (id_of("bos_token"), id_of("eos_token"));
-        let mut eos: Vec<u32> = Vec::new();
-        let named = tokenizer_eos.into_iter().chain(ids(generation.get("eos_token_id")));
-        for id in named.chain(ids(of_config("eos_token_id"))) {
-            if !eos.contains(&id) {
-                eos.push(id);
-            }
-        }
-        let model_bos = ids(generation.get("bos_token_id")).into_iter().chain(ids(of_config("bos_token_id"))).next();
-        let add_bos_token = tokenizer_config.get("add_bos_token").and_then(Value::as_bool);
-        Ok(Self { tokenizer_bos, tokenizer_eos, model_bos, eos, add_bos_token })
+    fn read(checkpoint: &Checkpoint, inner: &tokenizers::Tokenizer, rows: u64) -> Result<Self, CheckpointError> {
+        let id_of = |token: &str| inner.token_to_id(token);
+        Ok(Self {
+            tokenizer_bos: own_token(checkpoint, "bos_token", &id_of)?,
+            tokenizer_eos: own_token(checkpoint, "eos_token", &id_of)?,
+            model_bos: model_ids(checkpoint, "bos_token_id", rows)?.first().copied(),
+            eos: ends(checkpoint, id_of, rows)?,
+            add_bos_token: checkpoint.side("tokenizer_config.json")?.keys().given_flag("add_bos_token")?,
+        })
     }
 
     fn bos(&self) -> Option<u32> {
@@ -267,10 +256,49 @@ impl SpecialIds {
     }
 }
 
-/// A token of `tokenizer_config.json` or `special_tokens_map.json`: a string, or an object with `content`.
-pub(crate) fn token_text<'a>(file: &'a Value, key: &str) -> Option<&'a str> {
-    let value = file.get(key)?;
-    value.as_str().or_else(|| value.get("content")?.as_str())
+/// The tokens that end a text, each once: the tokenizer's own, then those of `generation_config.json` and
+/// `config.json`. `id_of` gives the id of a token by its text; ids beyond `rows` are left out.
+pub(crate) fn ends(
+    checkpoint: &Checkpoint,
+    id_of: impl Fn(&str) -> Option<u32>,
+    rows: u64,
+) -> Result<Vec<u32>, CheckpointError> {
+    let own = own_token(checkpoint, "eos_token", &id_of)?;
+    let mut all: Vec<u32> = Vec::new();
+    for id in own.into_iter().chain(model_ids(checkpoint, "eos_token_id", rows)?) {
+        if !all.contains(&id) {
+            all.push(id);
+        }
+    }
+    Ok(all)
+}
+
+/// The id of the token that tokenizer_config.json, else special_tokens_map.json, gives a role.
+fn own_token(
+    checkpoint: &Checkpoint,
+    role: &str,
+    id_of: &dyn Fn(&str) -> Option<u32>,
+) -> Result<Option<u32>, CheckpointError> {
+    let (config, map) = (checkpoint.side("tokenizer_config.json")?, checkpoint.side("special_tokens_map.json")?);
+    let named = match config.keys().token(role)? {
+        Some(token) => id_of(token),
+        None => map.keys().token(role)?.and_then(id_of),
+    };
+    Ok(named)
+}
+
+/// Ids that `generation_config.json`, then `config.json` give a role. A negative one means that there is no such token;
+/// one beyond `rows` is left over from the model that a small one was cut from.
+fn model_ids(checkpoint: &Checkpoint, key: &str, rows: u64) -> Result<Vec<u32>, CheckpointError> {
+    let mut ids = checkpoint.side("generation_config.json")?.keys().ids(key)?;
+    let config = checkpoint.keys();
+    // Multimodal models may have them at either level.
+    match config.object("text_config")?.filter(|text| config.get(key).is_none() && text.get(key).is_some()) {
+        Some(text) => ids.extend(text.ids(key)?),
+        None => ids.extend(config.ids(key)?),
+    }
+    let inside = |id: i64| u32::try_from(id).ok().filter(|id| u64::from(*id) < rows);
+    Ok(ids.into_iter().filter_map(inside).collect())
 }
 
 /// The first token that the tokenizer's post-processor puts before a text.

@@ -180,8 +180,13 @@ EMU_API int cublasGetPointerMode_v2(void*, int* mode) {
     *mode = 0;
     return OK;
 }
+// 13.0.0, whole and in parts: major, minor, patch.
 EMU_API int cublasGetVersion_v2(void*, int* version) {
     *version = 130000;
+    return OK;
+}
+EMU_API int cublasGetProperty(int which, int* value) {
+    *value = which == 0 ? 13 : 0;
     return OK;
 }
 

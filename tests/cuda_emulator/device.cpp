@@ -187,6 +187,7 @@ EMU_API int cuCtxSynchronize() {
     if (current < 0) return INVALID_CONTEXT;
     if (capture_forbids()) return CAPTURE_UNSUPPORTED;
     drain_device(current);
+    pool_synchronised(current);
     return sticky(current);
 }
 

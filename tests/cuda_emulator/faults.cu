@@ -149,6 +149,86 @@ extern "C" __global__ void emu_racy_reverse(const float* x, float* out) {
     all[threadIdx.x] = x[threadIdx.x];
     out[threadIdx.x] = all[blockDim.x - 1 - threadIdx.x];  // no barrier before
 }
+
+// Races for shared memory; 64 threads and 1 KB of dynamic shared memory each. Most give right results in every order of
+// lanes, so only the record of accesses shows them.
+extern "C" __global__ void emu_race_write_write(float* out) {
+    __shared__ float flag;
+    flag = 1.0f;  // by all threads, the same value
+    __syncthreads();
+    out[threadIdx.x] = flag;
+}
+extern "C" __global__ void emu_race_read_write(float* out) {
+    __shared__ float all[64];
+    all[threadIdx.x] = 1.0f;
+    __syncthreads();
+    out[threadIdx.x] = all[63 - threadIdx.x];
+    all[threadIdx.x] = 1.0f;  // another warp may not have read it yet
+}
+extern "C" __global__ void emu_race_bytes(float* out) {
+    QK_DYN_SMEM(unsigned char, all);
+    all[threadIdx.x] = 1;  // neighbours in one word: no race
+    __syncthreads();
+    all[threadIdx.x] += all[(threadIdx.x + 33) % 64];  // a race
+    out[threadIdx.x] = all[threadIdx.x];
+}
+extern "C" __global__ void emu_race_in_warp(float* out) {
+    QK_DYN_SMEM(float, all);
+    all[threadIdx.x] = (float)threadIdx.x;
+    __syncwarp();
+    float sum = all[threadIdx.x ^ 1];
+    sum = __shfl_xor_sync(0xffffffffu, sum, 1);  // orders no memory
+    all[threadIdx.x] = sum;
+    out[threadIdx.x] = sum;
+}
+extern "C" __global__ void emu_race_across_warps(float* out) {
+    QK_DYN_SMEM(float, all);
+    all[threadIdx.x] = 1.0f;
+    __syncwarp();  // orders one warp only
+    out[threadIdx.x] = all[threadIdx.x ^ 32];
+}
+extern "C" __global__ void emu_race_atomic(float* out) {
+    __shared__ int count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    atomicAdd(&count, 1);  // atomics among themselves: no race
+    out[threadIdx.x] = (float)count;
+}
+extern "C" __global__ void emu_race_copy_not_awaited(const float* x, float* out) {
+    QK_DYN_SMEM(float, stage);
+    qk_cp_async16(stage + threadIdx.x * 4, x + threadIdx.x * 4);
+    qk_cp_async_commit();
+    __syncthreads();  // does not wait for copies
+    out[threadIdx.x] = stage[threadIdx.x];
+    qk_cp_async_wait<0>();
+}
+extern "C" __global__ void emu_race_copy_without_barrier(const float* x, float* out) {
+    QK_DYN_SMEM(float, stage);
+    qk_cp_async16(stage + threadIdx.x * 4, x + threadIdx.x * 4);
+    qk_cp_async_commit();
+    qk_cp_async_wait<0>();  // for the own copies only
+    out[threadIdx.x] = stage[(threadIdx.x * 4 + 128) % 256];
+}
+// A ring that is refilled while other warps may still read the slot.
+extern "C" __global__ void emu_race_ring(const float* x, float* out) {
+    QK_DYN_SMEM(float, stage);
+    float sum = 0.0f;
+    for (int round = 0; round < 4; ++round) {
+        qk_cp_async16(stage + threadIdx.x * 4, x + threadIdx.x * 4);
+        qk_cp_async_commit();
+        qk_cp_async_wait<0>();
+        __syncthreads();
+        sum += stage[(threadIdx.x * 4 + 128) % 256];
+    }
+    out[threadIdx.x] = sum;
+}
+extern "C" __global__ void emu_race_ldmatrix(float* out) {
+    QK_DYN_SMEM(uint16_t, rows);
+    for (int i = threadIdx.x; i < 512; i += 64) rows[i] = 0x3c00;
+    uint32_t a[4];
+    qk_ldmatrix_x4(a, rows + threadIdx.x % 32 * 8);  // rows that both warps wrote
+    out[threadIdx.x] = (float)a[0];
+}
 extern "C" __global__ void emu_write_at(float* out, long long index) { out[index] = 1.0f; }
 extern "C" __global__ void emu_read_at(const float* x, long long index, float* out) { out[0] = x[index]; }
 extern "C" __global__ void emu_write_shared_at(float* out, long long index) {

@@ -51,6 +51,9 @@ struct Warp {
 
 thread_local Worker* working;
 
+// What the lanes of a warp meet in for __syncwarp.
+void order_memory(void**, unsigned) {}
+
 }  // namespace
 
 class Worker {
@@ -66,6 +69,7 @@ class Worker {
         mprotect(shared + PAGE + shared_bytes(), PAGE, PROT_NONE);
         lanes.resize(MAX_THREADS);
         free_stacks.reserve(MAX_THREADS);
+        if (checked()) shadow = make_shadow(shared + PAGE, shared_bytes());
     }
 
     bool run(const Launch& launch, uint3 index);
@@ -95,8 +99,11 @@ class Worker {
     void leave(Lane* lane);
     [[noreturn]] void deadlock();
 
+    void drop_copies();
+
     char* stacks;
     char* shared;
+    Shadow* shadow = nullptr;
     std::vector<int> free_stacks;
     std::vector<Lane> lanes;
     Warp warps[MAX_WARPS];
@@ -121,8 +128,9 @@ void Worker::set_up(uint3 index) {
     // Shared memory ends at an inaccessible page, up to its alignment; 0xff is NaN in every float format.
     char* dynamic = shared + PAGE + shared_bytes() - (launch->dynamic_bytes + DYNAMIC_ALIGN - 1) / DYNAMIC_ALIGN * DYNAMIC_ALIGN;
     memset(dynamic, 0xff, size_t(shared + PAGE + shared_bytes() - dynamic));
-    view = {index, launch->block, launch->grid, dynamic};
+    view = {index, launch->block, launch->grid, dynamic, shadow};
     block = &view;
+    if (shadow) shadow_begins(shadow);
 
     uint3 at{0, 0, 0};
     for (int i = 0; i < threads; ++i) {
@@ -147,10 +155,17 @@ void Worker::set_up(uint3 index) {
         warp.arrived = warp.at_barrier = 0;
     }
     ready_warps = warp_count == 32 ? ~0u : (1u << warp_count) - 1;
-    if (copies_used) {
-        for (Lane& lane : lanes) lane.copies.clear(), lane.group = 0;
-        copies_used = false;
+}
+
+// Copies that the block did not wait for.
+void Worker::drop_copies() {
+    for (Lane& lane : lanes) {
+        for (const PendingCopy& copy : lane.copies)
+            if (shadow) shadow_copy_dropped(shadow, copy.to, size_t(copy.bytes));
+        lane.copies.clear();
+        lane.group = 0;
     }
+    copies_used = false;
 }
 
 bool Worker::run(const Launch& what, uint3 index) {
@@ -166,6 +181,7 @@ bool Worker::run(const Launch& what, uint3 index) {
     set_up(index);
     resume(next(&warps[pick(ready_warps)]), &scheduler);
     running = nullptr;
+    if (copies_used) drop_copies();
     const char* end = static_cast<char*>(view.dynamic_shared) + launch->dynamic_bytes;
     for (const char* slack = end; !failed && slack < shared + PAGE + shared_bytes(); ++slack) {
         if (*slack == char(0xff)) continue;
@@ -277,6 +293,8 @@ void Worker::complete(Warp& warp, unsigned mask) {
         warp.operation = operation;
     }
     warp.operation(warp.arguments, need);
+    // Lanes that a narrower mask leaves out are not ordered with the others.
+    if (shadow && warp.operation == order_memory && need == warp.live) shadow_warp_barrier(shadow, warp.number);
     warp.arrived &= ~need;
     warp.ready |= need;
     ready_warps |= 1u << warp.number;
@@ -304,6 +322,7 @@ void Worker::meet(Lane* lane, unsigned mask, WarpOperation operation, void* argu
 
 void Worker::release_barrier() {
     waiting_at_barrier = 0;
+    if (shadow) shadow_block_barrier(shadow);
     for (int w = 0; w * 32 < threads; ++w) {
         if (!warps[w].at_barrier) continue;
         warps[w].ready |= warps[w].at_barrier;
@@ -362,6 +381,8 @@ void meet(ThreadView* self, unsigned mask, WarpOperation operation, void* argume
     Lane* lane = static_cast<Lane*>(self);
     lane->warp->worker->meet(lane, mask, operation, argument);
 }
+
+void warp_barrier(ThreadView* self, unsigned mask) { meet(self, mask, order_memory, nullptr); }
 
 void block_barrier(ThreadView* self) {
     Lane* lane = static_cast<Lane*>(self);
@@ -431,6 +452,7 @@ void emu_cp_async(void* smem, const void* global, int bytes, bool valid) {
         emu::fault(emu::MISALIGNED_ADDRESS, "misaligned cp.async");
     Lane* lane = static_cast<Lane*>(emu::self);
     lane->warp->worker->copies_used = true;
+    emu::shadow_copy_starts(smem, size_t(bytes), __builtin_return_address(0));
     lane->copies.push_back({smem, valid ? global : nullptr, bytes, lane->group});
 }
 
@@ -444,9 +466,13 @@ void emu_cp_async_wait(int pending) {
     Lane* lane = static_cast<Lane*>(emu::self);
     size_t kept = 0;
     for (const emu::PendingCopy& copy : lane->copies) {
-        if (copy.group >= lane->group - pending) lane->copies[kept++] = copy;
-        else if (copy.from) memcpy(copy.to, copy.from, size_t(copy.bytes));
+        if (copy.group >= lane->group - pending) {
+            lane->copies[kept++] = copy;
+            continue;
+        }
+        if (copy.from) memcpy(copy.to, copy.from, size_t(copy.bytes));
         else memset(copy.to, 0, size_t(copy.bytes));
+        emu::shadow_copy_lands(copy.to, size_t(copy.bytes));
     }
     lane->copies.resize(kept);
 }

@@ -80,8 +80,13 @@ struct Allocation {
     size_t map_bytes;
     int device;  // HOST for pinned memory
     bool open;   // accessible now
+    bool pooled; // from the device's pool
 };
-int allocate(int device, size_t bytes, Address* start);
+int allocate(int device, size_t bytes, Address* start, bool pooled);
+// Counts an allocation of device memory; whether it is one that a test wants to fail.
+bool allocation_fails();
+// The pool gives back what it keeps beyond its threshold, as at every synchronisation.
+void pool_synchronised(int device);
 int release(Address start);
 // The live allocation that holds all of the range, or null.
 Allocation* holding(Address start, size_t bytes);
@@ -117,6 +122,8 @@ void drain(Stream* stream);
 void drain_device(int device);
 // Whether a capture under way forbids calls that may wait for the device; such a call spoils that capture.
 bool capture_forbids();
+// Whether the calling thread is recording on its device: `what` is reported as out of place there, and spoils the capture.
+bool refused_in_capture(const char* what);
 
 // ---- modules.cpp
 
@@ -142,8 +149,27 @@ void run_parallel(long count, const std::function<void(long)>& job);
 void install_fault_handler();
 // A signal stack for this OS thread, if it has none.
 void ensure_signal_stack();
-// Fills this OS thread's static shared memory with 0xff (static_shared.cpp), and with it what the scheduler keeps
-// for each thread.
+// This OS thread's static shared memory (static_shared.cpp), and with it what the scheduler keeps for each thread.
+struct StaticShared {
+    char* start;
+    size_t bytes;
+};
+StaticShared static_shared();
+// Fills it with 0xff.
 void wipe_static_shared();
+
+// ---- races.cpp: accesses to shared memory that no barrier orders. A worker of the checked build has a shadow, which
+// the view of its block names; the functions without one do nothing where there is none.
+
+Shadow* make_shadow(const char* dynamic_map, size_t dynamic_bytes);
+void shadow_begins(Shadow* shadow);  // another block
+void shadow_block_barrier(Shadow* shadow);
+void shadow_warp_barrier(Shadow* shadow, unsigned warp);
+// By the running lane; `code` is an address in the code that did it.
+void shadow_read(const void* address, size_t bytes, const void* code);
+void shadow_copy_starts(const void* address, size_t bytes, const void* code);
+void shadow_copy_lands(const void* address, size_t bytes);
+// The block has ended before the copy was waited for.
+void shadow_copy_dropped(Shadow* shadow, const void* address, size_t bytes);
 
 }  // namespace emu

@@ -31,9 +31,14 @@ int look(dl_phdr_info* library, size_t, void* context) {
 
 }  // namespace
 
-void wipe_static_shared() {
-    Storage storage{Address(&wipe_static_shared), nullptr, 0};
+StaticShared static_shared() {
+    Storage storage{Address(&static_shared), nullptr, 0};
     dl_iterate_phdr(look, &storage);
+    return {storage.start, storage.bytes};
+}
+
+void wipe_static_shared() {
+    const StaticShared storage = static_shared();
     const int device = current_device();
     memset(storage.start, 0xff, storage.bytes);
     set_current_device(device);

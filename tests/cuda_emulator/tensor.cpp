@@ -143,5 +143,6 @@ void emu_ldmatrix(uint32_t* r, const void* row, int count) {
     MatrixRows own{r, static_cast<const char*>(row)};
     const bool addressed = int(emu::self->lane) < 8 * count;
     if (addressed && uintptr_t(row) % 16) emu::fault(emu::MISALIGNED_ADDRESS, "misaligned row for ldmatrix");
+    if (addressed) emu::shadow_read(row, 16, __builtin_return_address(0));
     emu::meet(emu::self, ~0u, count == 4 ? load_matrices<4> : count == 2 ? load_matrices<2> : load_matrices<1>, &own);
 }

@@ -6,6 +6,7 @@ mod checkpoint;
 mod numbers;
 mod options;
 mod output;
+mod values;
 
 use crate::support::scene::{Scene, tiny_args};
 

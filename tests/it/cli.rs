@@ -258,6 +258,37 @@ fn threads_from_the_environment() {
     run("none").code(2).stderr(contains("--threads"));
 }
 
+/// Set to nothing is not set: options, the hub's settings, the folder of temporary files.
+#[test]
+fn empty_variables() {
+    const NAMES: [&str; 10] = [
+        "QUANTKIT_THREADS",
+        "QUANTKIT_DEVICE",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "HF_ENDPOINT",
+        "HF_TOKEN",
+        "XDG_CACHE_HOME",
+        "GITHUB_STEP_SUMMARY",
+        "TMPDIR",
+    ];
+    let scene = Scene::demo();
+    scene.write("quantkit.toml", "[[artifact]]\nname = \"w4\"\nmethod = \"rtn\"\n");
+    for args in [&["eval", "ppl", "--window", "64", "--max-windows", "1"][..], &["run", "--dry-run"], &["plan"]] {
+        let mut run = command(scene.root(), args);
+        for name in NAMES {
+            run.env(name, "");
+        }
+        run.assert().success();
+    }
+    // Nothing can be made in this folder, so temporary files do not go where the program was started.
+    if cfg!(target_os = "linux") {
+        let args = ["eval", "ppl", "--window", "64", "--max-windows", "1"];
+        command(std::path::Path::new("/proc"), &args).env("TMPDIR", "").assert().success();
+    }
+}
+
 /// A reader that has gone is no failure, and no reason to panic.
 #[cfg(unix)]
 #[test]

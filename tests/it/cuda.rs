@@ -8,6 +8,7 @@ mod eight_bits;
 mod elementwise;
 mod few_rows;
 mod ggml;
+pub mod graphs;
 mod linear;
 mod model;
 mod solver;

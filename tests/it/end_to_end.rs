@@ -4,6 +4,7 @@ mod artifact;
 mod baseline;
 mod cache;
 mod combinations;
+mod companions;
 mod divergence;
 mod evaluate;
 mod generate;

@@ -275,10 +275,12 @@ fn a_revision_is_a_branch_a_tag_or_a_commit() {
 fn only_what_belongs_to_the_model_is_asked_for() {
     let case = Case::new();
     let side = ["LICENSE", "README.md", "chat_template.jinja", "generation_config.json", "merges.txt", "modeling.py"];
-    let side = [&side[..], &["spiece.model", "tokenizer.model.v3", "with space.txt"]].concat();
+    let more = ["additional_chat_templates/tool_use.jinja", "spiece.model", "tokenizer.model.v3", "with space.txt"];
+    let side = [&side[..], &more].concat();
     let other = ["consolidated.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"];
     let other = [&other[..], &["a.pt", "b.pth", "c.gguf", "d.onnx", "e.h5", "f.msgpack", "g.png", ".gitattributes"]];
     let other = [&other.concat()[..], &["original/params.json", "onnx/model.onnx", ".hidden.json"]].concat();
+    let other = [&other[..], &["additional_chat_templates/notes.txt", "other/x.jinja"]].concat();
     case.server.change(|hub| {
         for name in side.iter().chain(&other) {
             hub.files.insert(name.to_string(), format!("the file {name}").into_bytes());
@@ -289,8 +291,8 @@ fn only_what_belongs_to_the_model_is_asked_for() {
     let mut wanted: Vec<String> = side.iter().map(|s| s.to_string()).collect();
     wanted.extend(sharded().iter().map(|(name, _)| name.to_string()));
     wanted.sort();
-    let mut found: Vec<String> =
-        tree(&dir).iter().map(|p| p.file_name().unwrap().to_string_lossy().into_owned()).collect();
+    let name = |path: &PathBuf| path.strip_prefix(&dir).unwrap().to_string_lossy().into_owned();
+    let mut found: Vec<String> = tree(&dir).iter().map(name).collect();
     found.sort();
     assert_eq!(found, wanted);
     let seen = case.server.seen();
@@ -322,6 +324,29 @@ fn a_repository_that_is_no_model_fails_fast() {
     assert!(text.contains("no safetensors weights") && text.contains("pickled"), "{text}");
 }
 
+/// Which of two copies counts is not the download's to decide.
+#[test]
+fn one_file_beside_shards() {
+    let case = Case::new();
+    case.server.change(|hub| drop(hub.files.insert("model.safetensors".into(), safetensors("a", 5.0))));
+    let dir = case.fetch().unwrap();
+    for name in [SHARDS[0], SHARDS[1], "model.safetensors"] {
+        assert!(dir.join(name).exists(), "{name}");
+    }
+    let error = Checkpoint::open(&dir).unwrap_err().to_string();
+    assert!(error.contains("holds two models: tensor `a` of `model.safetensors`"), "{error}");
+    // An index of shards that are not there says nothing.
+    let case = Case::new();
+    case.server.change(|hub| {
+        hub.files.insert("model.safetensors".into(), safetensors("a", 5.0));
+        hub.files.remove(SHARDS[1]);
+    });
+    let dir = case.fetch().unwrap();
+    assert!(!dir.join(SHARDS[0]).exists());
+    let opened = Checkpoint::open(&dir).unwrap();
+    assert!(opened.notes()[0].contains("is not used"), "{:?}", opened.notes());
+}
+
 #[test]
 fn options_come_from_the_environment() {
     let home = TempDir::new().unwrap();
@@ -341,6 +366,8 @@ fn options_come_from_the_environment() {
     for (value, offline) in [("1", true), ("true", true), ("YES", true), ("0", false), ("", false), ("no", false)] {
         assert_eq!(options(&[("HF_HUB_OFFLINE", value)]).offline, offline, "{value}");
     }
+    let empty = options(&[("HF_TOKEN", ""), ("HF_ENDPOINT", " "), ("HF_HUB_CACHE", "")]);
+    assert_eq!(format!("{empty:?}"), format!("{plain:?}"));
     let unset = HubOptions::from_variables(|name| (name == "HOME").then(|| "/home/someone".into())).unwrap();
     assert_eq!(unset.cache_dir(), Path::new("/home/someone/.cache/huggingface/hub"));
 }

@@ -122,7 +122,12 @@ pub fn floats(x: &Tensor, w: &Floats, bias: Option<&Buffer>, precision: Precisio
         let launch = launch.buffer(x.buffer()).optional(bias).buffer(out.buffer());
         return launch.u32(x.rows).u32(n).u32(cols).u32(w.tile.0).u32(w.tile.1).go();
     }
-    let precision = if apart { Precision::Single } else { precision };
+    let precision = match (apart, rounding) {
+        (true, _) => Precision::Single,
+        // A scale times an E4M3 number needs more bits than one plane has, and the artifact rounds only once.
+        (false, true) => Precision::Double,
+        (false, false) => precision,
+    };
     let multiply = |weight: &Planes, bias: Option<&Buffer>, out: &Tensor| dense(x, weight, bias, precision, out);
     if w.of_outputs.is_none() {
         let decode = |first: usize, rows: usize| {

@@ -4,15 +4,13 @@
 //! is. More go to the tensor cores, which take
 //! 16-bit numbers: activations are first split into one or two planes of those. See `kernels/gemm_tile.cuh`.
 
-use std::ffi::c_int;
 use std::sync::Arc;
 
-use cudarc::cublas::result::CublasError;
-use cudarc::cublas::sys::{cublasComputeType_t, cublasGemmAlgo_t, cublasHandle_t, cublasOperation_t, cudaDataType_t};
-use cudarc::cublas::{CudaBlas, result as cublas};
+use cudarc::cublas::sys::cudaDataType_t;
 
 use super::super::Done;
 use super::super::tensor::Tensor;
+use super::blas::{Blas, BlasError};
 use super::weights::{DeviceMatrix, Plane, Quant, UNIT};
 use super::{BLOCK, Buffer, Device, Precision, blocks, eight_bits, floats, ggml};
 
@@ -239,28 +237,22 @@ fn product(device: &Arc<Device>, out: &Buffer, a: &Buffer, b: &Buffer, rows: usi
     launch.u64(1).u64(n).u64(n).u64(1).f32(1.0).i32(0).go()
 }
 
-// ---- cuBLAS. Its matrices are column-major: a row-major matrix is the transpose of what it sees.
+// ---- cuBLAS.
 
-/// cuBLAS, where it is there and may be used. It allocates as it likes, so a recording does without.
-fn library(device: &Arc<Device>) -> Option<&CudaBlas> {
-    let recording = device.recorder().is_some();
-    device.blas.as_ref().filter(|_| !recording)
+/// cuBLAS, where it is used. Decoding steps do without, whether they are recorded or not: their bits must not depend on
+/// that, and cuBLAS allocates and loads as it likes, which a recording must not.
+fn library(device: &Device) -> Option<&Blas> {
+    device.blas.as_ref().ok().filter(|_| !device.decoding())
 }
 
-fn handle(blas: &CudaBlas, device: &Device) -> Done<cublasHandle_t> {
-    device.bind()?;
-    Ok(*blas.handle())
-}
-
-fn failed(device: &Device, error: CublasError) -> super::super::DeviceError {
+fn failed(device: &Device, error: BlasError) -> super::super::DeviceError {
     device.failed(format!("cuBLAS: {error}"))
 }
 
 /// The planes' products one after the other, large ones first.
-fn dense_blas(blas: &CudaBlas, x: &Planes, weight: &Planes, bias: Option<&Buffer>, out: &Tensor) -> Done<()> {
+fn dense_blas(blas: &Blas, x: &Planes, weight: &Planes, bias: Option<&Buffer>, out: &Tensor) -> Done<()> {
     let device = out.buffer().device();
-    let handle = handle(blas, device)?;
-    let (rows, n, k) = (out.rows as c_int, out.cols as c_int, weight.stride as c_int);
+    device.bind()?;
     let kind = match weight.plane {
         Plane::F16 => cudaDataType_t::CUDA_R_16F,
         Plane::Bf16 => cudaDataType_t::CUDA_R_16BF,
@@ -269,62 +261,21 @@ fn dense_blas(blas: &CudaBlas, x: &Planes, weight: &Planes, bias: Option<&Buffer
     products.extend(x.low.as_ref().map(|low| (low, &weight.high)));
     products.extend(weight.low.as_ref().map(|low| (&x.high, low)));
     for (i, (x, w)) in products.into_iter().enumerate() {
-        let (alpha, beta) = (1.0f32, if i == 0 { 0.0f32 } else { 1.0 });
-        // SAFETY: w is [n][k], x [rows][k] and out [rows][n], all alive; the factors are read before it returns.
-        unsafe {
-            cublas::gemm_ex(
-                handle,
-                cublasOperation_t::CUBLAS_OP_T,
-                cublasOperation_t::CUBLAS_OP_N,
-                n,
-                rows,
-                k,
-                (&raw const alpha).cast(),
-                w.pointer() as *const _,
-                kind,
-                k,
-                x.pointer() as *const _,
-                kind,
-                k,
-                (&raw const beta).cast(),
-                out.buffer().pointer() as *mut _,
-                cudaDataType_t::CUDA_R_32F,
-                n,
-                cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-            )
-        }
-        .map_err(|e| failed(device, e))?;
+        let (sizes, beta) = ([out.rows, out.cols, weight.stride], if i == 0 { 0.0 } else { 1.0 });
+        // SAFETY: w is [n][k], x [rows][k] and out [rows][n]; all are freed in the order of the stream.
+        unsafe { blas.product(sizes, kind, [x.pointer(), w.pointer(), out.buffer().pointer()], beta) }
+            .map_err(|e| failed(device, e))?;
     }
     let Some(bias) = bias else { return Ok(()) };
     let launch = device.launch("add_row", [out.rows, out.cols.div_ceil(BLOCK), 1], BLOCK);
     launch.buffer(out.buffer()).buffer(bias).u64(out.rows * out.cols).u32(out.cols).go()
 }
 
-/// X' `moved`: to cuBLAS, its transpose.
-fn blas_cross(blas: &CudaBlas, x: &Tensor, moved: &Buffer, out: &Buffer) -> Done<()> {
+/// X' `moved`.
+fn blas_cross(blas: &Blas, x: &Tensor, moved: &Buffer, out: &Buffer) -> Done<()> {
     let device = out.device();
-    let handle = handle(blas, device)?;
-    let (rows, n) = (x.rows as c_int, x.cols as c_int);
-    let (alpha, beta) = (1.0f32, 0.0f32);
-    // SAFETY: x and moved are [rows][n] and out [n][n], all alive; the factors are read before it returns.
-    unsafe {
-        cublas::sgemm(
-            handle,
-            cublasOperation_t::CUBLAS_OP_N,
-            cublasOperation_t::CUBLAS_OP_T,
-            n,
-            n,
-            rows,
-            &alpha,
-            moved.pointer() as *const f32,
-            n,
-            x.buffer().pointer() as *const f32,
-            n,
-            &beta,
-            out.pointer() as *mut f32,
-            n,
-        )
-    }
-    .map_err(|e| failed(device, e))
+    device.bind()?;
+    // SAFETY: x and moved are [rows][n] and out [n][n]; all are freed in the order of the stream.
+    unsafe { blas.across(x.rows, x.cols, [x.buffer().pointer(), moved.pointer(), out.pointer()]) }
+        .map_err(|e| failed(device, e))
 }

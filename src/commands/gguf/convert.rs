@@ -11,7 +11,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::weight::Weight;
 use crate::cli::args::{ConvertArgs, ConvertTo, FloatArg};
 use crate::cli::interrupt;
-use crate::cli::print::Printer;
+use crate::cli::print::{Printer, report_as};
 use crate::format;
 use crate::format::atomic::OutputFolder;
 use crate::format::pretty;
@@ -36,6 +36,7 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     let out = args.out.clone().unwrap_or_else(|| format!("{name}-{short}").into());
     interrupt::listen();
     let folder = OutputFolder::create(&out)?;
+    report_as(folder.path(), &out);
     let specs: Vec<TensorSpec> = checkpoint
         .tensors()
         .iter()

@@ -18,6 +18,7 @@ pub use convert::run as convert;
 pub use forecast::forecast;
 
 use super::device::backend;
+use super::few_tokens::{self, Found};
 use super::open::{Runnable, corpus, locate, open};
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
@@ -43,6 +44,8 @@ use tensors::Tensor;
 
 /// Calibration windows of error feedback, unless told otherwise.
 const FEEDBACK_CHUNKS: usize = 128;
+/// What to do about too few of them.
+const MORE_TEXT: &str = "give a longer text (--calib) or more --chunks";
 /// Values encoded at once, so that memory is bounded whatever the model.
 const VALUES_AT_ONCE: usize = 8 << 20;
 
@@ -51,12 +54,10 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let located = locate(&args.model, printer)?;
     let device = backend(&args.model.device, CudaOptions::default(), printer)?;
     let source = open(&located.dir, device, printer)?;
-    if let Some(method) = source.method {
+    if let Some(how) = source.quantized() {
         let again = if rounds(args) { ", and is rounded again" } else { "" };
-        printer.warn(format!(
-            "`{}` is quantized already (by {method}): what it lost stays lost{again}",
-            located.dir.display()
-        ));
+        printer
+            .warn(format!("`{}` is quantized already ({how}): what it lost stays lost{again}", located.dir.display()));
     }
     let out = args.out.clone().unwrap_or_else(|| format!("{}-{}.gguf", located.name, args.kind.name()).into());
     free(&out, args, &located.dir)?;
@@ -101,6 +102,7 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     if args.error_feedback {
         let (text, windows) =
             calibration(&source, args.calib.as_deref(), Some(args.chunks.unwrap_or(FEEDBACK_CHUNKS)))?;
+        few_tokens::warn(model, windows.len() * windows[0].len(), Found::Hessians, MORE_TEXT, printer);
         printer.note(format!("error feedback: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
         calibrated::run(model, architecture, &windows, &mut output)?;
     }
@@ -200,6 +202,10 @@ fn given_or_gathered(given: &str, args: &GgufArgs, source: &Runnable, printer: P
         return Ok((given.into(), Imatrix::open(Path::new(given))?));
     }
     let (text, windows) = calibration(source, args.calib.as_deref(), args.chunks)?;
+    // Error feedback takes no more windows of the same text, and warns itself.
+    if !args.error_feedback {
+        few_tokens::warn(&source.model, windows.len() * windows[0].len(), Found::Statistics, MORE_TEXT, printer);
+    }
     printer.note(format!("importance: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
     let imatrix =
         importance::gather(&source.model, &windows, &text, &mut printer.steps("importance", windows.len() as u64))?;
@@ -212,7 +218,7 @@ fn calibration(source: &Runnable, file: Option<&Path>, chunks: Option<usize>) ->
     let text = corpus(file, Corpus::builtin, model.checkpoint())?;
     let length = 512.min(model.config.max_positions);
     let rule = BosMode::Auto.settle(tokenizer, model.config.family.needs_bos, BosHabit::Window)?;
-    let tokens = text.tokens(tokenizer)?;
+    let tokens = source.document_tokens(&text, chunks.map_or(usize::MAX, |chunks| chunks.saturating_mul(length)))?;
     let mut windows: Vec<Vec<u32>> =
         tokens.chunks_exact(length).take(chunks.unwrap_or(usize::MAX)).map(<[u32]>::to_vec).collect();
     if let BosRule::Window(bos) | BosRule::Once(bos) = rule {
@@ -246,7 +252,7 @@ fn described(
     let tables = model.tables().iter().map(|(_, rows)| (rows * model.config.hidden) as u64).sum::<u64>();
     let options = metadata::Options {
         file_type: args.kind.number(),
-        parameters: source.method.map(|_| linears + tables),
+        parameters: source.format.map(|_| linears + tables),
         pre_tokenizer: args.pre.as_deref(),
     };
     let described = describe(model.checkpoint(), &model.config, &options)?;
@@ -346,6 +352,7 @@ pub fn imatrix(args: &ImatrixArgs, printer: Printer) -> Result<()> {
         bail!("`{}` exists already; name another file with --out", out.display());
     }
     let (text, windows) = calibration(&source, args.calib.as_deref(), args.chunks)?;
+    few_tokens::warn(&source.model, windows.len() * windows[0].len(), Found::Statistics, MORE_TEXT, printer);
     interrupt::listen();
     let mut steps = printer.steps("importance", windows.len() as u64);
     let imatrix = importance::gather(&source.model, &windows, &text, &mut steps)?;

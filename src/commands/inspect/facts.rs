@@ -28,14 +28,19 @@ pub struct Facts {
     pub files: Vec<FileFacts>,
     /// Bytes of these files.
     pub bytes: u64,
-    /// The quantization method: `quant_method` of a folder's config, `gguf` for blocks; null for plain floats.
+    /// The quantization method as the artifact records it: in `quantkit.json`, else as `layout`, since other tools record no
+    /// more; null for plain floats.
     pub method: Option<String>,
+    /// The form that weights are stored in: `quant_method` of a folder's config, `gguf` for blocks; null for plain floats.
+    pub layout: Option<String>,
     /// A variety of the method: the file type of a GGUF file, such as `Q4_K_M`; the checkpoint format of a folder.
     pub variant: Option<String>,
     /// Bits, group size (-1: one group a channel) and symmetry of most weights, as the quantization config says.
     pub bits: Option<u64>,
     pub group_size: Option<i64>,
     pub symmetric: Option<bool>,
+    /// How the engine rounds the inputs of quantized linears, each way once; null where all stay floats.
+    pub inputs: Option<Vec<String>>,
     /// Weights and biases, counted before quantization.
     pub parameters: Option<u64>,
     pub quantized_parameters: Option<u64>,
@@ -160,7 +165,7 @@ impl Facts {
             places.iter().flatten().find_map(at)
         };
         self.bits = find(&["bits", "w_bit", "num_bits"]).and_then(|v| v.as_u64());
-        if self.bits.is_none() && self.method.as_deref() == Some("fp8") {
+        if self.bits.is_none() && self.layout.as_deref() == Some("fp8") {
             self.bits = Some(8);
         }
         self.group_size = find(&["group_size", "q_group_size"]).and_then(|v| v.as_i64());
@@ -176,6 +181,9 @@ impl Facts {
     pub fn manifest(&mut self, dir: &Path) -> Option<String> {
         match Manifest::read(dir) {
             Ok(manifest) => {
+                if self.layout.is_some() {
+                    self.method = manifest.method().map(Into::into).or(self.method.take());
+                }
                 self.manifest = Some(ManifestFacts {
                     tool: manifest.tool,
                     options: manifest.options,

@@ -16,6 +16,10 @@ pub fn lines(facts: &Facts) -> Vec<String> {
     line(
         "method",
         match (&facts.method, &facts.variant) {
+            (Some(method), variant) if facts.layout.as_ref().is_some_and(|layout| layout != method) => {
+                let variant = variant.as_ref().map_or(String::new(), |variant| format!(" ({variant})"));
+                format!("{method}, stored as {}{variant}", facts.layout.as_deref().unwrap_or_default())
+            }
             (Some(method), Some(variant)) => format!("{method} ({variant})"),
             (Some(one), None) => one.clone(),
             (None, Some(variant)) => format!("none, plain floats ({variant})"),
@@ -28,6 +32,9 @@ pub fn lines(facts: &Facts) -> Vec<String> {
     scheme.extend(facts.symmetric.map(|sym| if sym { "symmetric" } else { "asymmetric" }.to_string()));
     if !scheme.is_empty() {
         line("scheme", scheme.join(", "));
+    }
+    for reading in facts.inputs.iter().flatten() {
+        line("inputs", reading.clone());
     }
     if let (Some(count), Some(bits)) = (facts.parameters, facts.bits_per_weight) {
         line("parameters", format!("{:.1} M, {bits:.2} bits each", count as f64 / 1e6));

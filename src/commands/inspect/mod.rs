@@ -86,6 +86,7 @@ fn folder(path: &Path) -> Result<Facts> {
     };
     let mut facts = Facts { path: path.into(), format: "safetensors", ..Facts::default() };
     facts.damage = damage.iter().map(ToString::to_string).collect();
+    facts.warnings.extend_from_slice(checkpoint.notes());
     let found = config::find(&checkpoint).unwrap_or_else(|error| {
         facts.damage.push(error.to_string());
         None
@@ -98,7 +99,7 @@ fn folder(path: &Path) -> Result<Facts> {
     facts.tokenizer =
         ["tokenizer.json", "tokenizer.model"].into_iter().find(|name| side.iter().any(|s| s == name)).map(Into::into);
     if let Some(found) = &found {
-        facts.method = Some(found.method.clone());
+        (facts.method, facts.layout) = (Some(found.method.clone()), Some(found.method.clone()));
         facts.quantization(&found.value);
         facts.quantization_config = Some(found.value.clone());
     }
@@ -114,6 +115,7 @@ fn folder(path: &Path) -> Result<Facts> {
             facts.warnings.extend(opened.warnings);
             if let Some(config) = &config {
                 let stored = opened.quantization.as_ref();
+                facts.inputs = stored.map(|stored| stored.inputs.clone()).filter(|inputs| !inputs.is_empty());
                 let quantized = |module: &str| stored.is_some_and(|q| q.schemes.contains_key(module));
                 facts.missing(opened.source.checkpoint(), config, &quantized);
                 facts.unread(opened.source.checkpoint(), config, opened.method.is_none());
@@ -156,8 +158,12 @@ fn file(path: &Path) -> Result<Facts> {
         chosen.fold((0, 0), |(count, size), t| (count + t.len() as u64, size + t.bytes.len() as u64))
     };
     facts.counted(sum(false), sum(true));
-    facts.method = (sum(true).0 > 0).then(|| "gguf".into());
-    let number: Option<u32> = metadata.read("general.file_type").unwrap_or_default();
+    facts.layout = (sum(true).0 > 0).then(|| "gguf".into());
+    facts.method.clone_from(&facts.layout);
+    let number = metadata.read::<u32>("general.file_type").unwrap_or_else(|error| {
+        facts.warnings.push(error.to_string());
+        None
+    });
     facts.variant = number.map(|n| FileType::from_number(n).map_or(format!("file type {n}"), |t| t.name().into()));
     facts.tokenizer = text(metadata, "tokenizer.ggml.model");
     facts.chat_template = metadata.get(TEMPLATE_KEY).is_some();

@@ -212,13 +212,7 @@ impl Records {
         let mut files = Vec::new();
         match target.is_dir() {
             false => files.push(name),
-            true => {
-                let entries =
-                    std::fs::read_dir(target).with_context(|| format!("cannot read `{}`", target.display()))?;
-                for entry in entries {
-                    files.push(format!("{name}/{}", entry?.file_name().to_string_lossy()));
-                }
-            }
+            true => list(target, &name, &mut files)?,
         }
         files.sort();
         Ok(hash_files(&self.out, &files)?)
@@ -229,10 +223,26 @@ impl Records {
     pub fn clear(&self, record: &Record, target: &Path) {
         for file in &record.outputs {
             // What is gone need not be removed, and what stays is told of by whoever writes there.
-            let _ = std::fs::remove_file(self.out.join(&file.file));
+            let path = self.out.join(&file.file);
+            let _ = std::fs::remove_file(&path);
+            // A folder inside goes with its last file.
+            let _ = path.parent().filter(|dir| *dir != target && dir.starts_with(target)).map(std::fs::remove_dir);
         }
         let _ = std::fs::remove_dir(target);
     }
+}
+
+/// The files of a folder and of folders in it, by paths that begin with `name`.
+fn list(dir: &Path, name: &str, files: &mut Vec<String>) -> Result<()> {
+    for entry in std::fs::read_dir(dir).with_context(|| format!("cannot read `{}`", dir.display()))? {
+        let path = entry?.path();
+        let name = format!("{name}/{}", path.file_name().unwrap_or_default().to_string_lossy());
+        match path.is_dir() {
+            true => list(&path, &name, files)?,
+            false => files.push(name),
+        }
+    }
+    Ok(())
 }
 
 /// The files of the model at `dir` that an artifact may depend on.

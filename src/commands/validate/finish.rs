@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Error, Result, bail};
 
+use crate::cli::environment::variable;
 use crate::cli::exit::CheckFailed;
 use crate::cli::print::Printer;
 use crate::cli::validation::ValidateArgs;
@@ -55,7 +56,7 @@ pub fn finish(report: &Report, gate: &Gate, out: &Path, printer: Printer) -> Res
 
 /// Adds to a job's summary where there is one. The verdict stands whether or not that can be written.
 pub fn summarize(text: impl FnOnce() -> String, printer: Printer) {
-    let Some(file) = std::env::var_os("GITHUB_STEP_SUMMARY").filter(|file| !file.is_empty()) else { return };
+    let Some(file) = variable("GITHUB_STEP_SUMMARY") else { return };
     if let Err(e) = markdown::append(&text(), Path::new(&file)) {
         printer.warn(format!("the job's summary was left out: {:#}", Error::from(e)));
     }

@@ -19,12 +19,14 @@ use crate::backend::Backend;
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::ModelArgs;
+use crate::cli::environment::variable;
 use crate::cli::exit;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::cli::validation::{Part, ValidateArgs};
 use crate::engine::speculate::Ahead;
 use crate::evaluate::divergence::Reference;
+use crate::evaluate::finite;
 use crate::evaluate::integrity;
 use crate::format::manifest::Manifest;
 use crate::report::{Check, Identity, Report, Role, Status};
@@ -134,7 +136,7 @@ fn measured(args: &ValidateArgs, subjects: &Subjects, printer: Printer) -> Resul
     report.reference = Some(inspect::identity(&subjects.reference.dir, &subjects.reference.name)?.0);
     report.draft =
         subjects.draft.as_ref().map(|d| Ok::<_, Error>(inspect::identity(&d.dir, &d.name)?.0)).transpose()?;
-    report.label = args.label.clone().or_else(|| std::env::var("GITHUB_SHA").ok().filter(|sha| !sha.is_empty()));
+    report.label = args.label.clone().or_else(|| variable("GITHUB_SHA").and_then(|sha| sha.into_string().ok()));
     let weights = facts::files(&mut report, &subjects.artifact, &subjects.reference, printer)?;
     if let Err(error) = measure(&mut report, args, subjects, &ground, &weights, printer) {
         // What the device or the user ended says nothing about the artifact; all else does.
@@ -185,6 +187,10 @@ fn measure(
                 compared.perplexity.control = Some(control);
             }
         }
+        if let Some(reason) = finite::comparison(&compared.divergence.figures) {
+            let message = format!("on `{}` {reason}", corpus.name);
+            report.checks.push(Check { id: "finite".into(), status: Status::Fail, message });
+        }
         report.perplexity.push(compared.perplexity);
         report.divergence.push(compared.divergence);
     }
@@ -201,6 +207,9 @@ fn measure(
                 message: "caches of few bits do what they should with the scales that engines take".into(),
             },
         });
+        if let Some(message) = eval_kv::broken(&cache) {
+            report.checks.push(Check { id: "finite".into(), status: Status::Fail, message });
+        }
         report.cache = Some(cache);
     }
     if wanted(Part::Spec) {

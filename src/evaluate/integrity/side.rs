@@ -5,6 +5,7 @@ use serde_json::Value;
 use super::Findings;
 use crate::calibrate::corpus::Corpus;
 use crate::checkpoint::Checkpoint;
+use crate::model::templates::{DEFAULT, templates};
 use crate::model::tokenizer::Tokenizer;
 
 /// Where a chat template may stand, in the order in which it is believed.
@@ -32,50 +33,50 @@ pub fn check(artifact: &Checkpoint, reference: &Checkpoint, findings: &mut Findi
     files(artifact, reference, findings);
 }
 
-/// A template, and where it stands.
-fn template(checkpoint: &Checkpoint) -> Result<Option<(&'static str, Value)>, String> {
-    for file in TEMPLATES {
-        if file.ends_with(".jinja") {
-            if let Some(text) = checkpoint.side_text(file).map_err(|e| e.to_string())? {
-                return Ok(Some((file, text.into())));
-            }
-            continue;
-        }
-        let json = checkpoint.side_json(file).map_err(|e| e.to_string())?.unwrap_or_default();
-        if let Some(found) = json.get("chat_template").filter(|found| !found.is_null()) {
-            return Ok(Some((file, found.clone())));
-        }
-    }
-    Ok(None)
-}
-
 fn chat_template(artifact: &Checkpoint, reference: &Checkpoint, findings: &mut Findings) {
     const ID: &str = "side.chat-template";
-    let (own, wanted) = match (template(artifact), template(reference)) {
+    let (own, wanted) = match (templates(artifact), templates(reference)) {
         (Ok(own), Ok(wanted)) => (own, wanted),
-        (Err(why), _) | (_, Err(why)) => return findings.fail(ID, why),
+        (Err(why), _) | (_, Err(why)) => return findings.fail(ID, why.to_string()),
     };
-    match (own, wanted) {
-        (None, Some((file, _))) => findings.fail(
-            ID,
-            format!(
-                "the chat template is lost: the reference has one in `{file}`, the artifact none in {}; copy `{file}`",
-                TEMPLATES.map(|file| format!("`{file}`")).join(", ")
+    for template in &wanted {
+        let (name, file) = (&template.name, &template.file);
+        let which = if name == DEFAULT { String::new() } else { format!(" `{name}`") };
+        match own.iter().find(|found| same_name(&found.name, name)) {
+            None => findings.fail(
+                ID,
+                format!(
+                    "the chat template{which} is lost: the reference has one in `{file}`, the artifact none in {}; copy \
+                     `{file}`",
+                    TEMPLATES.map(|file| format!("`{file}`")).join(", ")
+                ),
             ),
-        ),
-        (Some((own, one)), Some((file, other))) if one != other => findings.fail(
-            ID,
-            format!(
-                "the chat template in the artifact's `{own}` is not that in the reference's `{file}`: chats would be \
-                 written in another way; copy `{file}`"
+            Some(found) if !found.writes_as(template) => findings.fail(
+                ID,
+                format!(
+                    "the chat template{which} in the artifact's `{}` is not that in the reference's `{file}`: chats \
+                     would be written in another way; copy `{file}`",
+                    found.file
+                ),
             ),
-        ),
-        (Some((own, _)), Some(_)) => findings.otherwise(ID, format!("the chat template in `{own}` is the reference's")),
-        (Some((own, _)), None) => {
-            findings.warn(ID, format!("the artifact has a chat template in `{own}`; the reference has none"));
+            Some(_) => {}
         }
-        (None, None) => findings.otherwise(ID, "neither has a chat template"),
     }
+    match (own.first(), wanted.first()) {
+        (Some(found), Some(_)) => {
+            findings.otherwise(ID, format!("the chat template in `{}` is the reference's", found.file));
+        }
+        (Some(found), None) => {
+            findings.warn(ID, format!("the artifact has a chat template in `{}`; the reference has none", found.file));
+        }
+        (None, _) => findings.otherwise(ID, "neither has a chat template"),
+    }
+}
+
+/// Names in a GGUF file are parts of keys: letters and digits, all else is replaced by `_`.
+fn same_name(one: &str, other: &str) -> bool {
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
+    one.chars().map(plain).eq(other.chars().map(plain))
 }
 
 fn tokenizer(artifact: &Checkpoint, reference: &Checkpoint, findings: &mut Findings) {
@@ -119,8 +120,8 @@ fn same_tokens(own: &Tokenizer, wanted: &Tokenizer, merges: [Option<Vec<String>>
         return findings.fail(ID, message);
     }
     for corpus in [Corpus::heldout(), Corpus::heldout_science()] {
-        let text = corpus.text();
-        match (own.encode(&text), wanted.encode(&text)) {
+        let tokens = |tokenizer| corpus.first_text_tokens(tokenizer, usize::MAX);
+        match (tokens(own), tokens(wanted)) {
             (Ok(one), Ok(other)) if one != other => {
                 let at = one.iter().zip(&other).take_while(|(a, b)| a == b).count();
                 let message = format!("{REMEDY}: token {at} of a text is another; copy the reference's");
@@ -157,7 +158,8 @@ fn files(artifact: &Checkpoint, reference: &Checkpoint, findings: &mut Findings)
     };
     let mut same = 0;
     for file in &wanted {
-        let checked_elsewhere = file == "tokenizer.json" || file.starts_with("chat_template.");
+        let checked_elsewhere =
+            file == "tokenizer.json" || file.starts_with("chat_template.") || file.ends_with(".jinja");
         if !own.contains(file) {
             if checked_elsewhere {
                 continue;

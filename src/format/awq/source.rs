@@ -3,8 +3,8 @@
 use serde_json::Value;
 
 use crate::backend::weight::Weight;
-use crate::checkpoint::Checkpoint;
-use crate::format::config::Found;
+use crate::checkpoint::{Checkpoint, JsonKeys, whole};
+use crate::format::config::{Found, group_size};
 use crate::format::consumers::Kind;
 use crate::format::stored::{FLOATS, Linear, StoredSource, Tensors, having, left_out, nothing_quantized};
 use crate::format::{FormatError, Opened};
@@ -34,7 +34,9 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
     if names.is_empty() {
         return Err(nothing_quantized(found, "of I32 ends in `.qweight`"));
     }
-    let left = skips(&found.value);
+    let left = JsonKeys::of("", &found.value).texts("modules_to_not_convert");
+    let left =
+        left.map_err(|why| FormatError::Config { path: found.path.clone(), why: why.into() })?.unwrap_or_default();
     let warnings = left_out(&names, |name| left.iter().any(|part| name.contains(part)));
     let source = StoredSource::open(checkpoint, &names, |tensors| check(tensors, &settings))?;
     let quantization = source
@@ -42,29 +44,22 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
     Ok(Opened { method: Some("awq"), source: Box::new(source), quantization, warnings })
 }
 
-fn skips(value: &Value) -> Vec<&str> {
-    let names = value.get("modules_to_not_convert").and_then(Value::as_array);
-    names.into_iter().flatten().filter_map(Value::as_str).collect()
-}
-
 fn parse(value: &Value) -> Result<Settings, String> {
-    let either = |keys: [&str; 2]| {
-        let found = keys.into_iter().find_map(|key| value.get(key).filter(|v| !v.is_null()));
-        found.ok_or_else(|| format!("`{}` is missing", keys[0]))
+    let keys = JsonKeys::of("", value);
+    // AutoAWQ's names, and those of its older side file.
+    let either = |names: [&'static str; 2]| match names.map(|key| keys.get(key)) {
+        [Some(one), Some(other)] if one != other => Err(keys.contradiction(names[0], &keys, names[1])),
+        [Some(_), _] => Ok(names[0]),
+        [None, Some(_)] => Ok(names[1]),
+        [None, None] => Err(keys.missing(names[0])),
     };
-    let bits = either(["bits", "w_bit"])?;
-    if bits.as_u64() != Some(u64::from(BITS)) {
-        return Err(format!("`bits` is {bits}; AWQ words of 4 are read"));
-    }
+    let bits = |value: &Value| whole(value).filter(|bits| *bits == i64::from(BITS));
+    keys.read(either(["bits", "w_bit"])?, "AWQ words of 4 are read", bits)?;
     let size = either(["group_size", "q_group_size"])?;
-    let read = size.as_i64().and_then(|s| i32::try_from(s).ok()).and_then(GroupSize::new);
-    let group_size = read.ok_or_else(|| format!("`group_size` is {size}; it must be positive or -1"))?;
-    let zero_point = match value.get("zero_point") {
-        None | Some(Value::Null) => true,
-        Some(given) => given.as_bool().ok_or_else(|| format!("`zero_point` is {given}; it must be true or false"))?,
-    };
+    let group_size = keys.read(size, "it must be positive or -1", group_size)?.ok_or_else(|| keys.missing(size))?;
+    let zero_point = keys.read("zero_point", "it must be true or false", Value::as_bool)?.unwrap_or(true);
     for key in ["version", "format", "checkpoint_format"] {
-        if let Some(version) = value.get(key).and_then(Value::as_str)
+        if let Some(version) = keys.text(key)?
             && !version.eq_ignore_ascii_case("gemm")
         {
             return Err(format!("tensors are laid out as `{version}`; only `gemm` is read"));

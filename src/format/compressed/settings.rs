@@ -1,8 +1,9 @@
 //! What a compressed-tensors config says.
 
 use regex::Regex;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
+use crate::checkpoint::{JsonKeys, KeyError, whole};
 use crate::format::layout::InputsKind;
 
 /// The readable part of a config.
@@ -12,6 +13,8 @@ pub struct Settings {
     ignore: Vec<Target>,
     /// Patterns that cannot be evaluated here.
     pub unreadable: Vec<String>,
+    /// Groups that consumers read differently, and how they are read here.
+    pub ambiguous: Vec<String>,
 }
 
 /// Modules with one scheme.
@@ -57,42 +60,55 @@ const FORMATS: [&str; 5] = ["pack-quantized", "int-quantized", "float-quantized"
 
 impl Settings {
     pub fn parse(value: &Value) -> Result<Self, String> {
-        let filled = |key: &str| value.get(key).and_then(Value::as_object).filter(|object| !object.is_empty());
-        if let Some(sparsity) = filled("sparsity_config")
-            && sparsity.get("format").and_then(Value::as_str) != Some("dense")
+        let keys = JsonKeys::of("", value);
+        let filled = |key: &str| Ok::<_, KeyError>(keys.object(key)?.filter(|object| !object.is_empty()));
+        if let Some(sparsity) = filled("sparsity_config")?
+            && sparsity.text("format")? != Some("dense")
         {
             return Err("its weights are stored sparse, which is not read".into());
         }
-        if filled("transform_config").is_some_and(|t| t.get("config_groups") != Some(&Value::Object(Map::new()))) {
+        if let Some(transform) = filled("transform_config")?
+            && transform.object("config_groups")?.is_none_or(|groups| !groups.is_empty())
+        {
             return Err("its inputs are to be rotated (`transform_config`), which is not done here".into());
         }
-        let whole = known_format(value)?;
-        let groups = value.get("config_groups").and_then(Value::as_object).ok_or("`config_groups` is missing")?;
-        let mut unreadable = Vec::new();
+        let whole = known_format(&keys)?;
+        let groups = keys.object("config_groups")?.ok_or_else(|| keys.missing("config_groups"))?;
+        let (mut unreadable, mut ambiguous) = (Vec::new(), Vec::new());
         let mut parsed = Vec::new();
-        for (name, group) in groups {
-            let group = group.as_object().ok_or_else(|| format!("`{name}` is no object; presets are not read"))?;
-            let within = |why: String| format!("in `{name}`: {why}");
-            known_format(&Value::Object(group.clone())).map_err(within)?;
+        for name in groups.all_names() {
+            let is_object = groups.get(name).is_some_and(Value::is_object);
+            let group = groups.object(name).ok().flatten().filter(|_| is_object);
+            let group = group.ok_or_else(|| format!("`{name}` is no object; presets are not read"))?;
+            known_format(&group)?;
             // A group without weights is about the cache of keys and values.
-            let Some(weights) = group.get("weights").filter(|v| !v.is_null()) else { continue };
-            let weights = Arguments::parse(weights).map_err(within)?;
-            let inputs = match group.get("input_activations").filter(|v| !v.is_null()) {
+            let Some(weights) = arguments(&group, "weights")? else { continue };
+            let within = |why: String| format!("in `{name}`: {why}");
+            let inputs = match arguments(&group, "input_activations")? {
                 None => InputsKind::Float,
                 // Packed integers in a file that says nothing of inputs are met with inputs as they are.
-                Some(inputs) => Arguments::parse(inputs).and_then(|args| args.inputs(&weights)).map_err(within)?,
+                Some(inputs) => {
+                    scale_type(&group).map_err(within)?;
+                    if inputs.dynamic && inputs.strategy == Strategy::Tensor {
+                        ambiguous.push(format!(
+                            "`{name}` has dynamic inputs of strategy `tensor`; each token gets a scale of its own, as in \
+                             vLLM, where compressed-tensors' own modules find one scale for all tokens of a pass"
+                        ));
+                    }
+                    inputs.inputs(&weights).map_err(within)?
+                }
             };
-            let targets = targets(group.get("targets"), &mut unreadable).map_err(within)?;
-            parsed.push(Group { targets, weights, inputs });
+            if group.get("output_activations").is_some() {
+                return Err(within("outputs are rounded too (`output_activations`), which is not read".into()));
+            }
+            let list = group.texts("targets")?.ok_or_else(|| group.missing("targets"))?;
+            parsed.push(Group { targets: targets(list, &mut unreadable), weights, inputs });
         }
         if parsed.is_empty() {
             return Err(format!("no group of `config_groups` has weights (format {whole})"));
         }
-        let ignore = match value.get("ignore").filter(|v| !v.is_null()) {
-            None => Vec::new(),
-            list => targets(list, &mut unreadable).map_err(|why| format!("in `ignore`: {why}"))?,
-        };
-        Ok(Self { groups: parsed, ignore, unreadable })
+        let ignore = targets(keys.texts("ignore")?.unwrap_or_default(), &mut unreadable);
+        Ok(Self { groups: parsed, ignore, unreadable, ambiguous })
     }
 
     /// The group of a quantized module: by its path, then by patterns, then by its class.
@@ -132,11 +148,9 @@ fn rank(targets: &[Target], module: &str) -> Option<u8> {
     targets.iter().filter_map(of).min()
 }
 
-fn targets(value: Option<&Value>, unreadable: &mut Vec<String>) -> Result<Vec<Target>, String> {
-    let list = value.and_then(Value::as_array).ok_or("the list of modules is missing")?;
+fn targets(list: Vec<&str>, unreadable: &mut Vec<String>) -> Vec<Target> {
     let mut out = Vec::new();
-    for target in list {
-        let text = target.as_str().ok_or_else(|| format!("{target} is no name"))?;
+    for text in list {
         let Some(pattern) = text.strip_prefix("re:") else {
             out.push(Target::Name(text.into()));
             continue;
@@ -147,11 +161,11 @@ fn targets(value: Option<&Value>, unreadable: &mut Vec<String>) -> Result<Vec<Ta
             Err(_) => unreadable.push(pattern.into()),
         }
     }
-    Ok(out)
+    out
 }
 
-fn known_format(value: &Value) -> Result<&'static str, String> {
-    match value.get("format").and_then(Value::as_str) {
+fn known_format(keys: &JsonKeys) -> Result<&'static str, String> {
+    match keys.text("format")? {
         None => Ok("not given"),
         Some(format) => FORMATS
             .into_iter()
@@ -160,59 +174,53 @@ fn known_format(value: &Value) -> Result<&'static str, String> {
     }
 }
 
+/// The arguments under a key of a group.
+fn arguments(group: &JsonKeys, key: &str) -> Result<Option<Arguments>, String> {
+    if let Some(preset) = group.get(key).filter(|value| !value.is_object()) {
+        return Err(format!("{preset} is no object; presets are not read"));
+    }
+    group.object(key)?.map(|keys| Arguments::parse(&keys)).transpose()
+}
+
+/// Refuses scales of inputs that compressed-tensors rounds to another type than f32 before it uses them.
+fn scale_type(group: &JsonKeys) -> Result<(), String> {
+    let Some(inputs) = group.object("input_activations")? else { return Ok(()) };
+    match inputs.text("scale_dtype")? {
+        None | Some("torch.float32") => Ok(()),
+        Some(given) => Err(format!("the scales of inputs are rounded to {given} (`scale_dtype`), which is not read")),
+    }
+}
+
 impl Arguments {
-    fn parse(value: &Value) -> Result<Self, String> {
-        if !value.is_object() {
-            return Err(format!("{value} is no object; presets are not read"));
-        }
-        let present = |key: &str| value.get(key).filter(|v| !v.is_null());
-        let flag = |key: &str, default: bool| match present(key) {
-            None => Ok(default),
-            Some(given) => given.as_bool().ok_or_else(|| format!("`{key}` is {given}; it must be true or false")),
-        };
-        let bits = match present("num_bits") {
-            None => 8,
-            Some(bits) => match bits.as_u64() {
-                Some(b @ 2..=8) => b as u8,
-                _ => return Err(format!("`num_bits` is {bits}; 2 to 8 are read")),
-            },
-        };
-        let float = match present("type").map(|kind| kind.as_str().unwrap_or_default().to_lowercase()) {
-            None => false,
-            Some(kind) if kind == "int" => false,
-            Some(kind) if kind == "float" => true,
+    fn parse(keys: &JsonKeys) -> Result<Self, String> {
+        let bits = keys.read("num_bits", "2 to 8 are read", |v| whole(v).filter(|b| (2..=8).contains(b)))?;
+        let bits = bits.map_or(8, |bits| bits as u8);
+        let float = match keys.text("type")?.map(str::to_lowercase).as_deref() {
+            None | Some("int") => false,
+            Some("float") => true,
             Some(other) => return Err(format!("`type` is `{other}`; int and float are read")),
         };
         if float && bits != 8 {
             return Err(format!("floats of {bits} bits are not read"));
         }
-        let size = match present("group_size") {
-            None => None,
-            Some(size) => match size.as_i64() {
-                Some(s) if s > 0 || s == -1 => Some(s),
-                _ => return Err(format!("`group_size` is {size}; it must be positive or -1")),
-            },
-        };
-        let strategy = match (present("strategy").and_then(Value::as_str), size) {
+        let positive = |v: &Value| whole(v).filter(|s| *s > 0 || *s == -1);
+        let size = keys.read("group_size", "it must be positive or -1", positive)?;
+        let strategy = match (keys.text("strategy")?, size) {
             (None, None) => Strategy::Tensor,
             (None, Some(-1)) => Strategy::Channel,
             (None | Some("group"), Some(size)) if size > 0 => Strategy::Group(size as usize),
             (Some("tensor"), _) => Strategy::Tensor,
             (Some("channel"), _) => Strategy::Channel,
             (Some("token"), _) => Strategy::Token,
-            (Some("block"), _) => {
-                let sides = present("block_structure").and_then(Value::as_array);
-                let sides: Vec<usize> =
-                    sides.into_iter().flatten().filter_map(|n| n.as_u64().map(|n| n as usize)).collect();
-                match sides[..] {
-                    [height, width] if height > 0 && width > 0 => Strategy::Block(height, width),
-                    _ => return Err("strategy `block` needs two positive numbers as `block_structure`".into()),
-                }
-            }
+            (Some("block"), _) => match keys.sides("block_structure")? {
+                Some((height, width)) => Strategy::Block(height, width),
+                None => return Err(keys.missing("block_structure").into()),
+            },
             (Some("group"), _) => return Err("strategy `group` needs a `group_size`".into()),
             (other, _) => return Err(format!("strategy `{}` is not read", other.unwrap_or_default())),
         };
-        Ok(Self { bits, float, symmetric: flag("symmetric", true)?, strategy, dynamic: flag("dynamic", false)? })
+        let (symmetric, dynamic) = (keys.flag("symmetric", true)?, keys.flag("dynamic", false)?);
+        Ok(Self { bits, float, symmetric, strategy, dynamic })
     }
 
     /// What these arguments, given for inputs, make of them beside such weights.
@@ -225,7 +233,7 @@ impl Arguments {
         }
         match (self.strategy, self.dynamic, self.symmetric) {
             (Strategy::Token, true, true) => Ok(InputsKind::Token),
-            // Engines take a scale for each token all the same.
+            // vLLM takes a scale for each token all the same; a warning names the difference.
             (Strategy::Tensor, true, true) if self.float => Ok(InputsKind::Token),
             (Strategy::Token, true, false) if !self.float => Ok(InputsKind::TokenAsymmetric),
             (Strategy::Tensor, false, true) => Ok(InputsKind::Tensor),
@@ -299,18 +307,39 @@ mod tests {
         assert!(kind(&int, json!({"num_bits": 4, "strategy": "token", "dynamic": true})).is_err());
     }
 
+    /// Consumers differ in one form; a warning names both readings. compressed-tensors rounds in two more places.
+    #[test]
+    fn readings_that_differ_are_named() {
+        let float = json!({"num_bits": 8, "type": "float", "strategy": "tensor"});
+        let parse = |inputs: Value| Settings::parse(&one(float.clone(), inputs));
+        let settings = parse(json!({"type": "float", "strategy": "tensor", "dynamic": true})).unwrap();
+        assert_eq!(settings.groups[0].inputs, InputsKind::Token);
+        assert!(settings.ambiguous[0].contains("one scale for all tokens of a pass"), "{:?}", settings.ambiguous);
+        for plain in [json!({"type": "float"}), json!({"type": "float", "strategy": "token", "dynamic": true})] {
+            assert!(parse(plain).unwrap().ambiguous.is_empty());
+        }
+        let rounded = |dtype: &str| parse(json!({"type": "float", "scale_dtype": dtype}));
+        assert!(rounded("torch.float32").is_ok());
+        let error = rounded("torch.float8_e4m3fn").unwrap_err();
+        assert!(error.starts_with("in `group_0`: the scales of inputs are rounded to"), "{error}");
+        let mut value = one(float, json!({"type": "float"}));
+        value["config_groups"]["group_0"]["output_activations"] = json!({"type": "float"});
+        let error = Settings::parse(&value).unwrap_err();
+        assert!(error.contains("`output_activations`"), "{error}");
+    }
+
     #[test]
     fn what_is_not_read_is_named() {
         for (weights, part) in [
-            (json!({"num_bits": 16}), "`num_bits` is 16"),
+            (json!({"num_bits": 16}), "weights.num_bits` is 16"),
             (json!({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}), "floats of 4"),
             (json!({"strategy": "tensor_group"}), "`tensor_group`"),
             (json!({"strategy": "group"}), "needs a `group_size`"),
-            (json!({"strategy": "block", "block_structure": [128]}), "`block_structure`"),
-            (json!({"group_size": 0}), "`group_size` is 0"),
-            (json!({"symmetric": 1}), "`symmetric` is 1"),
+            (json!({"strategy": "block", "block_structure": [128]}), "block_structure` is [128]"),
+            (json!({"group_size": 0}), "group_size` is 0"),
+            (json!({"symmetric": 1}), "symmetric` is 1"),
             (json!({"type": "log"}), "`log`"),
-            (json!({"dynamic": "local"}), "`dynamic`"),
+            (json!({"dynamic": "local"}), "dynamic` is"),
         ] {
             let error = Settings::parse(&one(weights, Value::Null)).unwrap_err();
             assert!(error.contains(part), "{error}");
@@ -322,8 +351,8 @@ mod tests {
             ("transform_config", json!({"config_groups": {"R1": {}}}), "rotated"),
             ("config_groups", json!({}), "no group"),
             ("config_groups", json!({"W4A16": ["Linear"]}), "presets"),
-            ("config_groups", Value::Null, "missing"),
-            ("ignore", json!([1]), "in `ignore`"),
+            ("config_groups", Value::Null, "`config_groups` is missing"),
+            ("ignore", json!([1]), "`ignore` is [1]"),
         ] {
             let mut wrong = fine.clone();
             wrong[key] = value;

@@ -39,6 +39,7 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
         }
     }
     let mut warnings = left_out(&names, |name| settings.ignores(name));
+    warnings.extend(settings.ambiguous.iter().cloned());
     for pattern in &settings.unreadable {
         warnings.push(format!("the pattern `{pattern}` cannot be evaluated here; tensors tell what is quantized"));
     }

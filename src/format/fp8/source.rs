@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::write::names;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, JsonKeys, KeyError};
 use crate::format::config::Found;
 use crate::format::consumers::Kind;
 use crate::format::float8::{self, Names};
@@ -28,40 +28,36 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
     if names.is_empty() {
         return Err(nothing_quantized(found, "of F8_E4M3 ends in `.weight`"));
     }
-    let warnings = left_out(&names, |name| is_left(name, &found.value));
+    let left = left(&found.value).map_err(|why| FormatError::Config { path: found.path.clone(), why: why.into() })?;
+    let warnings = left_out(&names, |name| is_left(name, &left));
     let source = StoredSource::open(checkpoint, &names, |tensors| check(tensors, &settings))?;
     let quantization =
         source.quantization(|found| (Kind::Fp8 { tile: found.shared, inputs: found.inputs }, Scheme::FLOAT8));
     Ok(Opened { method: Some("fp8"), source: Box::new(source), quantization, warnings })
 }
 
-/// Whether the config leaves out a module: by its path or that of what holds it.
-fn is_left(name: &str, value: &Value) -> bool {
-    let lists = ["ignored_layers", "modules_to_not_convert"].map(|key| value.get(key).and_then(Value::as_array));
-    let mut left = lists.into_iter().flatten().flatten().filter_map(Value::as_str);
-    left.any(|part| name.strip_prefix(part).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+/// The modules that the config leaves out, and what holds such modules.
+fn left(value: &Value) -> Result<Vec<&str>, KeyError> {
+    let keys = JsonKeys::of("", value);
+    let lists = [keys.texts("ignored_layers")?, keys.texts("modules_to_not_convert")?];
+    Ok(lists.into_iter().flatten().flatten().collect())
+}
+
+/// Whether `left` names a module by its path or by that of what holds it.
+fn is_left(name: &str, left: &[&str]) -> bool {
+    left.iter().any(|part| name.strip_prefix(*part).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
 }
 
 fn parse(value: &Value) -> Result<Settings, String> {
-    let text = |key: &str| value.get(key).and_then(Value::as_str);
-    if let Some(other) = text("fmt").filter(|fmt| !fmt.eq_ignore_ascii_case("e4m3")) {
+    let keys = JsonKeys::of("", value);
+    if let Some(other) = keys.text("fmt")?.filter(|fmt| !fmt.eq_ignore_ascii_case("e4m3")) {
         return Err(format!("floats of 8 bits are `{other}`; only e4m3 is read"));
     }
-    if let Some(other) = text("scale_fmt").filter(|fmt| !["float", "ue8m0"].contains(fmt)) {
+    if let Some(other) = keys.text("scale_fmt")?.filter(|fmt| !["float", "ue8m0"].contains(fmt)) {
         return Err(format!("scales are `{other}`; floats are read"));
     }
-    let block = match value.get("weight_block_size").filter(|v| !v.is_null()) {
-        None => None,
-        Some(size) => {
-            let sides: Vec<usize> =
-                size.as_array().into_iter().flatten().filter_map(|n| n.as_u64().map(|n| n as usize)).collect();
-            match sides[..] {
-                [height, width] if height > 0 && width > 0 => Some((height, width)),
-                _ => return Err(format!("`weight_block_size` is {size}; it must be two positive numbers")),
-            }
-        }
-    };
-    let inputs = match (text("activation_scheme").unwrap_or("dynamic").to_lowercase().as_str(), block) {
+    let block = keys.sides("weight_block_size")?;
+    let inputs = match (keys.text("activation_scheme")?.unwrap_or("dynamic").to_lowercase().as_str(), block) {
         ("dynamic", None) => InputsKind::Token,
         ("dynamic", Some((_, width))) => InputsKind::Group(width),
         ("static", None) => InputsKind::Tensor,
@@ -119,7 +115,8 @@ mod tests {
     #[test]
     fn modules_left_out_are_named_up_to_a_dot() {
         let value = json!({"ignored_layers": ["model.layers.1"], "modules_to_not_convert": null});
-        assert!(is_left("model.layers.1.mlp.up_proj", &value) && is_left("model.layers.1", &value));
-        assert!(!is_left("model.layers.11.mlp.up_proj", &value));
+        let left = left(&value).unwrap();
+        assert!(is_left("model.layers.1.mlp.up_proj", &left) && is_left("model.layers.1", &left));
+        assert!(!is_left("model.layers.11.mlp.up_proj", &left));
     }
 }

@@ -1,13 +1,13 @@
 //! `general.*`: what a model is called, where it comes from and how to sample from it, from its model card, its
 //! folder's name and `generation_config.json`. The rules are those of llama.cpp's converter (gguf-py,
-//! `metadata.py`). None of it matters to the mathematics, so nothing here fails: what cannot be read is left out.
+//! `metadata.py`). None of it matters to the mathematics: what a card does not say plainly is left out.
 
 use std::collections::BTreeMap;
 
 use regex::Regex;
-use serde_json::Value as Json;
 
 use super::value::{Metadata, Value};
+use crate::checkpoint::{JsonKeys, KeyError, whole};
 
 /// A value of a card's front matter; other forms of YAML are passed over.
 #[derive(Clone, Debug, PartialEq)]
@@ -102,8 +102,9 @@ fn split_key(line: &str) -> Option<(&str, &str)> {
 /// A plain or quoted text, without a comment behind it; nothing for null.
 fn scalar(text: &str) -> Option<String> {
     let text = text.trim();
-    if let Some(rest) = text.strip_prefix('"') {
-        return serde_json::from_str(&format!("\"{}\"", rest.split_once('"')?.0)).ok();
+    if text.starts_with('"') {
+        // YAML's escapes are JSON's, and more that cards do not use.
+        return serde_json::Deserializer::from_str(text).into_iter::<String>().next()?.ok();
     }
     if let Some(rest) = text.strip_prefix('\'') {
         return rest.rsplit_once('\'').map(|(inner, _)| inner.replace("''", "'"));
@@ -278,7 +279,7 @@ fn title(text: &str) -> String {
     words.split_whitespace().map(|w| if plain(w) { w.to_owned() } else { capital(w) }).collect::<Vec<_>>().join(" ")
 }
 
-fn matches_case(pattern: &str, text: &str) -> bool {
+pub(super) fn matches_case(pattern: &str, text: &str) -> bool {
     Regex::new(&format!("^(?:{pattern})$")).is_ok_and(|r| r.is_match(text))
 }
 
@@ -295,10 +296,9 @@ pub(super) fn size_label(parameters: u64) -> String {
     format!("{scaled:.*}{unit}", 2usize.saturating_sub(digits))
 }
 
-/// Recommended sampling, from `generation_config.json`.
-pub(super) fn write_sampling(metadata: &mut Metadata, generation: &Json) {
-    let get = |keys: &[&str]| keys.iter().find_map(|key| generation.get(*key).filter(|v| !v.is_null()));
-    if let Some(sequence) = get(&["sequence"]).and_then(Json::as_str) {
+/// Recommended sampling, from the keys of `generation_config.json`.
+pub(super) fn write_sampling(metadata: &mut Metadata, generation: &JsonKeys) -> Result<(), KeyError> {
+    if let Some(sequence) = generation.text("sequence")? {
         metadata.set("general.sampling.sequence", sequence);
     }
     const NUMBERS: [(&str, &[&str], bool); 11] = [
@@ -314,16 +314,19 @@ pub(super) fn write_sampling(metadata: &mut Metadata, generation: &Json) {
         ("mirostat_tau", &["mirostat_tau"], false),
         ("mirostat_eta", &["mirostat_eta"], false),
     ];
-    for (name, keys, whole) in NUMBERS {
-        let value = match get(keys) {
-            Some(v) if whole => v.as_i64().and_then(|n| i32::try_from(n).ok()).map(Value::I32),
-            Some(v) => v.as_f64().map(|n| Value::F32(n as f32)),
-            None => None,
+    for (name, keys, is_whole) in NUMBERS {
+        let Some(key) = keys.iter().find(|key| generation.get(key).is_some()) else { continue };
+        let value = if is_whole {
+            let wanted = "a whole number of 32 bits is needed";
+            generation.read(key, wanted, |v| i32::try_from(whole(v)?).ok())?.map(Value::I32)
+        } else {
+            generation.number(key)?.map(|n| Value::F32(n as f32))
         };
         if let Some(value) = value {
             metadata.set(format!("general.sampling.{name}"), value);
         }
     }
+    Ok(())
 }
 
 /// Name, origin, licence, tags. `card` is the text of README.md, `path` what config.json names as
@@ -341,8 +344,9 @@ pub(super) fn write_origin(
     let names: Vec<Name> = path.into_iter().chain([folder]).map(|id| Name::parse(id, parameters)).collect();
     let from_name =
         |part: fn(&Name) -> &Option<String>| names.iter().find_map(|name| part(name).clone().filter(|t| !t.is_empty()));
+    // An empty text in a card says that there is none, whatever the folder is called.
     let mut set = |key: &str, value: Option<String>| {
-        if let Some(text) = value {
+        if let Some(text) = value.filter(|text| !text.is_empty()) {
             metadata.set(format!("general.{key}"), text);
         }
     };
@@ -382,7 +386,7 @@ pub(super) fn write_origin(
 }
 
 /// A model or data set that this one came from: a hub id or an address.
-fn write_ancestor(metadata: &mut Metadata, prefix: &str, id: &str, parameters: u64) {
+pub(super) fn write_ancestor(metadata: &mut Metadata, prefix: &str, id: &str, parameters: u64) {
     let address = ["http://", "https://", "ssh://"].iter().any(|start| id.starts_with(start));
     let hub = id.strip_prefix("https://huggingface.co/").or_else(|| id.strip_prefix("http://huggingface.co/"));
     let named = if address { hub.filter(|id| id.matches('/').count() == 1) } else { Some(id) };

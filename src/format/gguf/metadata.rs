@@ -2,16 +2,15 @@
 //! and in its order. Where a file needs more to say the same as the checkpoint, keys follow that llama.cpp
 //! passes over.
 
-use serde_json::Value as Json;
 use thiserror::Error;
 
 use super::card;
 use super::names::{Architecture, NameError, RopeFactors};
 use super::tokenizer::{self, Habits, VocabularyError};
 use super::value::Metadata;
-use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::checkpoint::{Checkpoint, CheckpointError, KeyError};
 use crate::model::config::ModelConfig;
-use crate::model::families::Family;
+use crate::model::rope::Scaling;
 
 /// `general.quantization_version` of today's block layouts.
 pub const QUANTIZATION_VERSION: u32 = 2;
@@ -26,6 +25,8 @@ pub(super) fn window_pattern(architecture: &str) -> usize {
 pub enum DescribeError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Key(#[from] KeyError),
     #[error(transparent)]
     Vocabulary(#[from] VocabularyError),
     #[error(transparent)]
@@ -56,7 +57,8 @@ pub struct Described {
 /// Describes a checkpoint: `general.*`, hyperparameters, tokenizer.
 pub fn describe(checkpoint: &Checkpoint, config: &ModelConfig, options: &Options) -> Result<Described, DescribeError> {
     let arch = Architecture::of(config.family)?;
-    let keys = Keys::new(checkpoint.config());
+    let keys = checkpoint.keys();
+    let text = keys.object("text_config")?.unwrap_or(keys);
     let mut warnings = Vec::new();
     let mut metadata = Metadata::new();
     metadata.set("general.architecture", arch.name);
@@ -70,10 +72,10 @@ pub fn describe(checkpoint: &Checkpoint, config: &ModelConfig, options: &Options
     writer.number("feed_forward_length", config.intermediate);
     writer.number("attention.head_count", config.heads);
     writer.number("attention.head_count_kv", config.kv_heads);
-    write_rope(&mut writer, &keys, config, &mut warnings);
+    write_rope(&mut writer, config, &mut warnings);
     writer.set("attention.layer_norm_rms_epsilon", config.eps);
     // transformers' configs of all other families have a `head_dim`, stated or not.
-    if arch.name != "qwen2" || keys.get("head_dim").is_some() || config.head_dim * config.heads != config.hidden {
+    if arch.name != "qwen2" || text.get("head_dim").is_some() || config.head_dim * config.heads != config.hidden {
         writer.number("attention.key_length", config.head_dim);
         writer.number("attention.value_length", config.head_dim);
     }
@@ -92,12 +94,23 @@ pub fn describe(checkpoint: &Checkpoint, config: &ModelConfig, options: &Options
         pre: options.pre_tokenizer,
     };
     warnings.extend(tokenizer::write(&mut metadata, checkpoint, &habits)?);
-    Ok(Described { metadata, rope_freqs: keys.rope_freqs(config), warnings })
+    Ok(Described { metadata, rope_freqs: rope_freqs(config), warnings })
 }
 
-/// The values of the tensor `rope_freqs.weight` for a `config.json`, if the model needs one.
-pub fn rope_freqs(json: &Json, config: &ModelConfig) -> Option<Vec<f32>> {
-    Keys::new(json).rope_freqs(config)
+/// The values of the tensor `rope_freqs.weight`, if the model needs one.
+pub fn rope_freqs(config: &ModelConfig) -> Option<Vec<f32>> {
+    let rope = &config.ropes[0];
+    let Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } = rope.scaling else { return None };
+    let head_dim = 2 * rope.inv_freq.len();
+    let factors = RopeFactors {
+        theta: rope.theta,
+        head_dim,
+        factor,
+        low_freq_factor,
+        high_freq_factor,
+        original_context: original,
+    };
+    Some(factors.values())
 }
 
 /// Sets keys of one architecture.
@@ -117,88 +130,21 @@ impl Writer<'_> {
     }
 }
 
-/// config.json's own numbers that [`ModelConfig`] has only the consequences of.
-struct Keys<'a> {
-    text: &'a Json,
-    rope: Option<&'a Json>,
-    local_rope: Option<&'a Json>,
-}
-
-impl<'a> Keys<'a> {
-    fn new(config: &'a Json) -> Self {
-        let text = config.get("text_config").filter(|v| v.is_object()).unwrap_or(config);
-        let object = |key: &str| text.get(key).filter(|v| v.is_object());
-        let both = object("rope_scaling").or(object("rope_parameters"));
-        let nested = both.filter(|p| p.get("full_attention").is_some() || p.get("sliding_attention").is_some());
-        let part = |key: &str| nested.and_then(|p| p.get(key));
-        Self {
-            text,
-            rope: if nested.is_some() { part("full_attention") } else { both },
-            local_rope: part("sliding_attention"),
-        }
-    }
-
-    fn get(&self, key: &str) -> Option<&'a Json> {
-        self.text.get(key).filter(|v| !v.is_null())
-    }
-
-    fn number(&self, key: &str) -> Option<f64> {
-        self.get(key).and_then(Json::as_f64)
-    }
-
-    fn of_rope(&self, key: &str) -> Option<f64> {
-        self.rope?.get(key)?.as_f64()
-    }
-
-    fn rope_kind(&self) -> &'a str {
-        let kind = |key| self.rope?.get(key)?.as_str();
-        kind("rope_type").or_else(|| kind("type")).unwrap_or("default")
-    }
-
-    fn theta(&self, family: &Family) -> f64 {
-        self.of_rope("rope_theta").or_else(|| self.number("rope_theta")).unwrap_or(family.defaults.rope_theta)
-    }
-
-    fn original_context(&self) -> Option<f64> {
-        self.number("original_max_position_embeddings").or_else(|| self.of_rope("original_max_position_embeddings"))
-    }
-
-    /// The values of `rope_freqs.weight`, if the model needs them.
-    fn rope_freqs(&self, config: &ModelConfig) -> Option<Vec<f32>> {
-        if self.rope_kind() != "llama3" {
-            return None;
-        }
-        let get = |key, default| self.of_rope(key).unwrap_or(default);
-        let factors = RopeFactors {
-            theta: self.theta(config.family),
-            head_dim: 2 * config.ropes[0].inv_freq.len(),
-            factor: get("factor", 8.0),
-            low_freq_factor: get("low_freq_factor", 1.0),
-            high_freq_factor: get("high_freq_factor", 4.0),
-            original_context: self.original_context().unwrap_or(config.max_positions as f64),
-        };
-        Some(factors.values())
-    }
-}
-
 fn write_general(
     metadata: &mut Metadata,
     checkpoint: &Checkpoint,
     config: &ModelConfig,
     options: &Options,
 ) -> Result<(), CheckpointError> {
-    // Some models have a file here that is no JSON.
-    if let Some(generation) = checkpoint.side_json("generation_config.json").ok().flatten() {
-        card::write_sampling(metadata, &generation);
-    }
+    card::write_sampling(metadata, &checkpoint.side("generation_config.json")?.keys())?;
     let counted = || {
         let tensors = checkpoint.tensors().iter().filter(|(name, _)| config.reads(name));
-        let factors = Keys::new(checkpoint.config()).rope_freqs(config).map_or(0, |f| f.len());
+        let factors = rope_freqs(config).map_or(0, |f| f.len());
         tensors.map(|(_, entry)| entry.shape.iter().product::<usize>()).sum::<usize>() + factors
     };
     let parameters = options.parameters.unwrap_or_else(|| counted() as u64);
     let card = checkpoint.side_text("README.md").ok().flatten();
-    let path = checkpoint.config().get("_name_or_path").and_then(Json::as_str);
+    let path = checkpoint.keys().text("_name_or_path")?;
     card::write_origin(metadata, card.as_deref(), path, &folder_name(checkpoint), parameters);
     Ok(())
 }
@@ -214,31 +160,29 @@ fn folder_name(checkpoint: &Checkpoint) -> String {
     }
 }
 
-fn write_rope(writer: &mut Writer, keys: &Keys, config: &ModelConfig, warnings: &mut Vec<String>) {
-    let factor = keys.of_rope("factor");
-    match (keys.rope_kind(), factor) {
-        ("linear", Some(factor)) => {
+fn write_rope(writer: &mut Writer, config: &ModelConfig, warnings: &mut Vec<String>) {
+    match config.ropes[0].scaling {
+        Scaling::None | Scaling::Llama3 { .. } => {}
+        Scaling::Linear { factor } => {
             writer.set("rope.scaling.type", "linear");
             writer.set("rope.scaling.factor", factor as f32);
         }
-        ("yarn", Some(factor)) => {
+        Scaling::Yarn(yarn) => {
             writer.set("rope.scaling.type", "yarn");
-            writer.set("rope.scaling.factor", factor as f32);
-            let original = keys.original_context().unwrap_or(config.max_positions as f64);
-            writer.set("rope.scaling.original_context_length", original as u32);
+            writer.set("rope.scaling.factor", yarn.factor as f32);
+            writer.set("rope.scaling.original_context_length", yarn.original as u32);
             let numbers = [
-                ("yarn_ext_factor", keys.of_rope("extrapolation_factor")),
-                ("yarn_attn_factor", keys.of_rope("attention_factor").or_else(|| keys.of_rope("attn_factor"))),
-                ("yarn_beta_fast", keys.of_rope("beta_fast")),
-                ("yarn_beta_slow", keys.of_rope("beta_slow")),
+                ("yarn_ext_factor", yarn.extrapolation_given.then_some(1.0)),
+                ("yarn_attn_factor", yarn.attention_factor.or(yarn.attn_given.then_some(1.0))),
+                ("yarn_beta_fast", yarn.beta_fast),
+                ("yarn_beta_slow", yarn.beta_slow),
             ];
             for (key, value) in numbers {
                 if let Some(value) = value {
                     writer.set(&format!("rope.scaling.{key}"), value as f32);
                 }
             }
-            let truncates = keys.rope.and_then(|r| r.get("truncate")?.as_bool()).unwrap_or(true);
-            if !truncates || keys.of_rope("mscale_all_dim").is_some_and(|m| m != 0.0) {
+            if !yarn.truncate || yarn.mscale_all_dim.is_some_and(|m| m != 0.0) {
                 warnings.push(
                     "config.json asks for YaRN with `truncate: false` or `mscale_all_dim`, which GGUF does not hold for \
                      this architecture: the file will not compute quite the same"
@@ -246,13 +190,10 @@ fn write_rope(writer: &mut Writer, keys: &Keys, config: &ModelConfig, warnings: 
                 );
             }
         }
-        _ => {}
     }
-    writer.set("rope.freq_base", keys.theta(config.family) as f32);
-    if config.ropes.len() > 1 {
-        let nested = keys.local_rope.and_then(|rope| rope.get("rope_theta")?.as_f64());
-        let local = nested.or_else(|| keys.number("rope_local_base_freq"));
-        writer.set("rope.freq_base_swa", local.unwrap_or(config.family.defaults.local_rope_theta) as f32);
+    writer.set("rope.freq_base", config.ropes[0].theta as f32);
+    if let Some(local) = config.ropes.get(1) {
+        writer.set("rope.freq_base_swa", local.theta as f32);
     }
 }
 

@@ -5,6 +5,7 @@
 //! description, so is this room, because a file that it refuses is of no use.
 
 mod card;
+mod ends;
 pub mod file_type;
 mod fingerprints;
 pub mod imatrix;
@@ -13,6 +14,7 @@ pub mod names;
 pub mod parse;
 pub mod pretokenizer;
 pub mod read;
+mod readme;
 pub mod restore;
 pub mod restore_tokenizer;
 pub mod select;

@@ -8,7 +8,8 @@ use super::metadata::{implied_scale, window_pattern};
 use super::names::{Architecture, NameError, RopeFactors};
 use super::pretokenizer::PreTokenizerError;
 use super::restore_tokenizer;
-use super::value::{Metadata, MetadataError, Value};
+use super::value::{Metadata, MetadataError, Text, Value};
+use super::{ends, readme};
 use crate::model::families;
 
 /// More than any model has.
@@ -55,12 +56,14 @@ pub struct Files {
     pub tokenizer: Option<Json>,
     pub tokenizer_config: Json,
     pub generation_config: Json,
+    /// README.md, where the file says what one would say.
+    pub card: Option<String>,
     /// What the user should know.
     pub warnings: Vec<String>,
 }
 
 impl Files {
-    /// Names and contents, in the order of names.
+    /// Names and contents of the JSON files, in the order of names.
     pub fn named(&self) -> Vec<(&'static str, &Json)> {
         let mut all = vec![("config.json", &self.config), ("generation_config.json", &self.generation_config)];
         all.extend(self.tokenizer.as_ref().map(|tokenizer| ("tokenizer.json", tokenizer)));
@@ -72,7 +75,7 @@ impl Files {
 /// Makes the files of a folder out of metadata.
 pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreError> {
     let mut config = config(metadata, tensors)?;
-    let (tokenizer, tokenizer_config, warnings) = match metadata.read::<&str>("tokenizer.ggml.model")? {
+    let (tokenizer, tokenizer_config, mut warnings) = match metadata.read::<&str>("tokenizer.ggml.model")? {
         None | Some("none" | "no_vocab") => (None, json!({}), Vec::new()),
         Some(_) => {
             let made = restore_tokenizer::tokenizer(metadata)?;
@@ -80,10 +83,22 @@ pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreErro
         }
     };
     let mut generation = Map::new();
-    for kind in ["bos", "eos"] {
-        if let Some(id) = metadata.read::<u32>(&format!("tokenizer.ggml.{kind}_token_id"))? {
-            config.insert(format!("{kind}_token_id"), id.into());
-            generation.insert(format!("{kind}_token_id"), id.into());
+    let ends = ends::read(metadata)?;
+    let tokens = metadata.read::<&[Text]>("tokenizer.ggml.tokens")?.map(<[_]>::len);
+    let outside = ends.iter().find(|id| tokens.is_some_and(|count| **id as usize >= count));
+    if let (Some(id), Some(count)) = (outside, tokens) {
+        return Err(RestoreError::Range {
+            key: "tokenizer.ggml.eos_token_id, eot_token_id, eom_token_id or quantkit.eos_token_ids".into(),
+            found: id.to_string(),
+            wanted: format!("the vocabulary has {count} tokens"),
+        });
+    }
+    let ends = if ends.len() > 1 { Some(Json::from(ends)) } else { ends.first().map(|id| Json::from(*id)) };
+    let bos = metadata.read::<u32>("tokenizer.ggml.bos_token_id")?.map(Json::from);
+    for (kind, ids) in [("bos", bos), ("eos", ends)] {
+        if let Some(ids) = ids {
+            config.insert(format!("{kind}_token_id"), ids.clone());
+            generation.insert(format!("{kind}_token_id"), ids);
         }
     }
     for (key, value) in metadata.iter() {
@@ -94,14 +109,16 @@ pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreErro
             other => other,
         };
         let value = match value {
+            _ if name == "sequence" => metadata.need::<&str>(key)?.into(),
             Value::F32(v) => shortest(*v),
-            Value::I32(v) => (*v).into(),
-            Value::Text(text) => text.as_str().into(),
-            _ => continue,
+            Value::F64(_) | Value::Bool(_) | Value::Text(_) | Value::Array(_) => metadata.need::<f64>(key)?.into(),
+            _ => metadata.need::<i64>(key)?.into(),
         };
         generation.insert(name.into(), value);
     }
-    Ok(Files { config: config.into(), tokenizer, tokenizer_config, generation_config: generation.into(), warnings })
+    let (config, generation_config) = (config.into(), generation.into());
+    let card = readme::readme(metadata, &mut warnings);
+    Ok(Files { config, tokenizer, tokenizer_config, generation_config, card, warnings })
 }
 
 /// The shortest decimal number that is this `f32`: 1e-5 and not 9.99999974e-6.
@@ -170,7 +187,7 @@ fn config(metadata: &Metadata, tensors: Tensors) -> Result<Map<String, Json>, Re
     };
     let (hidden, heads) = (keys.need("embedding_length")?, keys.need("attention.head_count")?);
     let head_dim = keys.size("attention.key_length")?.unwrap_or(hidden / heads);
-    let tokens = metadata.read::<&[super::value::Text]>("tokenizer.ggml.tokens")?.map(<[_]>::len);
+    let tokens = metadata.read::<&[Text]>("tokenizer.ggml.tokens")?.map(<[_]>::len);
     let vocab = keys.size("vocab_size")?.or(tokens);
     let has = tensors.has;
     let mut config = Map::new();

@@ -7,6 +7,7 @@ use serde_json::{Map, Value as Json, json};
 use super::pretokenizer;
 use super::restore::RestoreError;
 use super::sentencepiece::Kind;
+use super::special::{TEMPLATE_KEY, TEMPLATES_KEY};
 use super::tokenizer::{SPACE, is_byte};
 use super::value::Metadata;
 
@@ -89,7 +90,7 @@ pub fn tokenizer(metadata: &Metadata) -> Result<Restored, RestoreError> {
 
     let model: &str = metadata.need("tokenizer.ggml.model")?;
     let (mut tokenizer, adds_bos) = match model {
-        "gpt2" => byte_level(metadata, &vocabulary)?,
+        "gpt2" => byte_level(metadata, &vocabulary, &mut warnings)?,
         "llama" => sentencepiece(metadata, &vocabulary, &mut warnings)?,
         other => return Err(RestoreError::Vocabulary(other.into())),
     };
@@ -113,13 +114,17 @@ fn named_id<'a>(config: &Map<String, Json>, vocabulary: &Vocabulary<'a>, key: &s
 }
 
 fn write_templates(metadata: &Metadata, config: &mut Map<String, Json>) -> Result<(), RestoreError> {
-    let default = metadata.read::<&str>("tokenizer.chat_template")?;
-    let names = metadata.read::<Vec<&str>>("tokenizer.chat_templates")?.unwrap_or_default();
+    let default = metadata.read::<&str>(TEMPLATE_KEY)?;
+    let mut names = metadata.read::<Vec<&str>>(TEMPLATES_KEY)?.unwrap_or_default();
+    // Whether the list names it or not.
+    let own = metadata.iter().filter_map(|(key, _)| key.strip_prefix(TEMPLATE_KEY)?.strip_prefix('.'));
+    let more: Vec<&str> = own.filter(|name| !names.contains(name)).collect();
+    names.extend(more);
     let mut all = Vec::new();
     all.extend(default.map(|source| json!({"name": "default", "template": source})));
     for name in names {
-        let source = metadata.read::<&str>(&format!("tokenizer.chat_template.{name}"))?;
-        all.extend(source.map(|source| json!({"name": name, "template": source})));
+        let source = metadata.need::<&str>(&format!("{TEMPLATE_KEY}.{name}"))?;
+        all.push(json!({"name": name, "template": source}));
     }
     match (all.len(), default) {
         (0, _) => {}
@@ -151,8 +156,19 @@ fn template(first: Option<(usize, &str)>, last: Option<(usize, &str)>) -> Json {
     json!({"type": "TemplateProcessing", "single": part("A", 0), "pair": pair, "special_tokens": tokens})
 }
 
-fn byte_level(metadata: &Metadata, vocabulary: &Vocabulary) -> Result<(Json, bool), RestoreError> {
-    let name = metadata.read::<&str>("tokenizer.ggml.pre")?.unwrap_or("default");
+fn byte_level(
+    metadata: &Metadata,
+    vocabulary: &Vocabulary,
+    warnings: &mut Vec<String>,
+) -> Result<(Json, bool), RestoreError> {
+    let name = metadata.read::<&str>("tokenizer.ggml.pre")?.filter(|name| !name.is_empty()).unwrap_or_else(|| {
+        warnings.push(
+            "the file names no pre-tokenizer (`tokenizer.ggml.pre`); `default` is taken, as in llama.cpp, and the model \
+             may be given other tokens than it was trained on: convert the original model again"
+                .into(),
+        );
+        "default"
+    });
     let rules = pretokenizer::rules(name)?;
     let merges: Vec<&str> = metadata.need("tokenizer.ggml.merges")?;
     let merges: Vec<Json> = merges.iter().filter_map(|m| m.split_once(' ')).map(|(a, b)| json!([a, b])).collect();

@@ -64,7 +64,8 @@ impl GgufSource {
             kinds.insert(hf.clone(), tensor.kind);
             entries.insert(hf, Entry { dtype, shape: tensor.shape.clone(), bytes, file: parts[0].clone() });
         }
-        let made = files.named().into_iter().map(|(name, json)| (name.to_string(), format!("{json:#}\n"))).collect();
+        let named = files.named().into_iter().map(|(name, json)| (name.to_string(), format!("{json:#}\n")));
+        let made = named.chain(files.card.clone().map(|card| ("README.md".to_string(), card))).collect();
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let checkpoint = Checkpoint::assembled(dir.into(), files.config, entries, parts, made);
         Ok(Self { checkpoint, metadata: metadata.clone(), kinds, warnings: files.warnings })

@@ -4,8 +4,9 @@
 use serde_json::Value as Json;
 
 use super::value::Metadata;
-use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::model::tokenizer::token_text;
+use crate::checkpoint::{Checkpoint, CheckpointError, JsonKeys, KeyError, whole};
+use crate::model::chat::ChatError;
+use crate::model::templates::{DEFAULT, NamedTemplate, templates};
 
 /// Kinds of special tokens in the order of writing, and what their keys call them; `cls` has no key.
 const KINDS: [(&str, Option<&str>); 9] = [
@@ -27,13 +28,13 @@ pub(super) struct Special {
     pub ids: Vec<(&'static str, u32)>,
     /// Kind and whether it is added to a text.
     pub added: Vec<(&'static str, bool)>,
-    templates: Vec<(String, String)>,
+    templates: Vec<NamedTemplate>,
     normalizer: Vec<(&'static str, bool)>,
 }
 
 /// What the files call the special tokens that the post-processor may change.
 struct Names<'a> {
-    config: &'a Json,
+    config: &'a JsonKeys<'a>,
     bos: Option<&'a str>,
     eos: Option<&'a str>,
     sep: Option<&'a str>,
@@ -44,30 +45,40 @@ struct Names<'a> {
 
 impl Special {
     /// Reads the files of a model. Ids beyond `rows` are left out.
-    pub fn read(checkpoint: &Checkpoint, tokenizer: &Json, rows: usize) -> Result<Self, CheckpointError> {
-        let config = checkpoint.side_json("tokenizer_config.json")?.unwrap_or_default();
-        let mut special = Self { templates: templates(checkpoint, &config)?, ..Self::default() };
+    pub fn read(checkpoint: &Checkpoint, tokenizer: &JsonKeys, rows: usize) -> Result<Self, ChatError> {
+        let mut special = Self { templates: templates(checkpoint)?, ..Self::default() };
+        special.read_files(checkpoint, tokenizer, rows)?;
+        Ok(special)
+    }
+
+    fn read_files(
+        &mut self,
+        checkpoint: &Checkpoint,
+        tokenizer: &JsonKeys,
+        rows: usize,
+    ) -> Result<(), CheckpointError> {
+        let config = checkpoint.side("tokenizer_config.json")?;
+        let config = config.keys();
         if let Some(normalizer) = tokenizer.get("normalizer") {
-            special.read_normalizer(normalizer);
+            self.read_normalizer(normalizer);
         }
-        let text = |key| token_text(&config, key).filter(|t| !t.is_empty());
-        let (cls, sep) = (text("cls_token"), text("sep_token"));
+        let text = |key| Ok::<_, KeyError>(config.token(key)?.filter(|text| !text.is_empty()));
+        let (cls, sep) = (text("cls_token")?, text("sep_token")?);
         let mut names = Names {
             config: &config,
-            bos: text("bos_token").or(cls),
-            eos: text("eos_token").or(sep),
+            bos: text("bos_token")?.or(cls),
+            eos: text("eos_token")?.or(sep),
             sep,
             cls,
             eot: None,
         };
-        if let Some(post) = tokenizer.get("post_processor").filter(|p| !p.is_null()) {
+        if let Some(post) = tokenizer.get("post_processor") {
             match post.get("processors").and_then(Json::as_array) {
-                Some(list) => list.iter().for_each(|p| special.read_post_processor(p, &mut names)),
-                None => special.read_post_processor(post, &mut names),
+                Some(list) => list.iter().for_each(|p| self.read_post_processor(p, &mut names)),
+                None => self.read_post_processor(post, &mut names),
             }
         }
-        special.read_ids(&names, tokenizer, checkpoint.config(), rows);
-        Ok(special)
+        Ok(self.read_ids(&names, tokenizer, &checkpoint.keys(), rows)?)
     }
 
     fn set_added(&mut self, kind: &'static str, value: bool) {
@@ -167,16 +178,22 @@ impl Special {
         }
     }
 
-    fn read_ids(&mut self, names: &Names, tokenizer: &Json, config: &Json, rows: usize) {
-        let inside = |id: u64| u32::try_from(id).ok().filter(|id| (*id as usize) < rows);
-        let tokens = tokenizer.get("added_tokens").and_then(Json::as_array);
+    fn read_ids(
+        &mut self,
+        names: &Names,
+        tokenizer: &JsonKeys,
+        config: &JsonKeys,
+        rows: usize,
+    ) -> Result<(), KeyError> {
+        let inside = |id: i64| u32::try_from(id).ok().filter(|id| (*id as usize) < rows);
+        let tokens = tokenizer.list("added_tokens")?;
         let id_of = |text: &str| {
             let same = |token: &&Json| token.get("content").and_then(Json::as_str) == Some(text);
-            tokens?.iter().find(same)?.get("id")?.as_u64().and_then(inside)
+            whole(tokens?.iter().find(same)?.get("id")?).and_then(inside)
         };
         let extra = |kind: &str| kind != "eot" && kind != "eom";
         for (kind, _) in KINDS {
-            if let Some(add) = names.config.get(format!("add_{kind}_token")).and_then(Json::as_bool) {
+            if let Some(add) = names.config.given_flag(&format!("add_{kind}_token"))? {
                 self.default_added(kind, add);
             }
             let text = match kind {
@@ -186,26 +203,27 @@ impl Special {
                 "cls" => names.cls,
                 "eot" => names.eot,
                 "eom" => None,
-                other => token_text(names.config, &format!("{other}_token")),
+                other => names.config.token(&format!("{other}_token"))?,
             };
             if let Some(id) = text.and_then(id_of) {
                 self.ids.push((kind, id));
             }
         }
+        let text_config = config.object("text_config")?;
         for (kind, _) in KINDS.into_iter().filter(|(kind, _)| extra(kind)) {
             let key = format!("{kind}_token_id");
-            let value = config.get(&key).filter(|v| !v.is_null());
-            let value = value.or_else(|| config.get("text_config")?.get(&key));
-            // Of several ends the first: a file without any would never stop.
-            let id = value.and_then(|v| v.as_u64().or_else(|| v.get(0)?.as_u64())).and_then(inside);
+            let level = text_config.as_ref().filter(|_| config.get(&key).is_none()).unwrap_or(config);
+            // Of several ends the first: a file without any would never stop. `write_ends` adds the others.
+            let id = level.ids(&key)?.first().copied().and_then(inside);
             if let Some(id) = id.filter(|_| self.id(kind).is_none()) {
                 self.ids.push((kind, id));
             }
         }
+        Ok(())
     }
 
-    /// Writes ids, flags, templates and normalizer keys.
-    pub fn write(self, metadata: &mut Metadata) {
+    /// Writes ids, flags, templates and normalizer keys. Returns what the user should know.
+    pub fn write(self, metadata: &mut Metadata) -> Vec<String> {
         for (kind, id) in self.ids {
             if let Some((_, Some(name))) = KINDS.into_iter().find(|(k, _)| *k == kind) {
                 metadata.set(format!("tokenizer.ggml.{name}_token_id"), id);
@@ -214,56 +232,47 @@ impl Special {
         for (kind, add) in self.added.into_iter().filter(|(kind, _)| ["bos", "eos", "sep"].contains(kind)) {
             metadata.set(format!("tokenizer.ggml.add_{kind}_token"), add);
         }
-        let (default, named): (Vec<_>, Vec<_>) = self.templates.into_iter().partition(|(name, _)| name == "default");
-        for (name, source) in &named {
-            metadata.set(format!("tokenizer.chat_template.{name}"), source.as_str());
-        }
-        if !named.is_empty() {
-            metadata.set("tokenizer.chat_templates", named.into_iter().map(|(name, _)| name).collect::<Vec<_>>());
-        }
-        if let Some((_, source)) = default.into_iter().next() {
-            metadata.set("tokenizer.chat_template", source);
-        }
+        let warnings = write_templates(metadata, &self.templates);
         for (key, value) in self.normalizer {
             metadata.set(format!("tokenizer.ggml.normalizer.{key}"), value);
         }
+        warnings
     }
 }
 
-fn is_object(config: &Json, key: &str) -> bool {
+fn is_object(config: &JsonKeys, key: &str) -> bool {
     config.get(key).is_some_and(Json::is_object)
 }
 
-/// Chat templates by name, from the first place that has any: `chat_template.jinja` with
-/// `additional_chat_templates/`, tokenizer_config.json, `chat_template.json`.
-fn templates(checkpoint: &Checkpoint, config: &Json) -> Result<Vec<(String, String)>, CheckpointError> {
-    if let Some(source) = checkpoint.side_text("chat_template.jinja")? {
-        let mut all = vec![("default".to_owned(), source)];
-        let more = std::fs::read_dir(checkpoint.dir().join("additional_chat_templates"));
-        let mut files: Vec<String> =
-            more.into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
-        files.sort();
-        for file in files {
-            if let Some(name) = file.strip_suffix(".jinja")
-                && let Some(source) = checkpoint.side_text(&format!("additional_chat_templates/{file}"))?
-            {
-                all.push((key_name(name), source));
-            }
+/// Writes all templates but the default one under their names, then the list of these names, then the default one, as
+/// gguf-py's `add_chat_template` does.
+fn write_templates(metadata: &mut Metadata, all: &[NamedTemplate]) -> Vec<String> {
+    let (mut names, mut warnings): (Vec<String>, Vec<String>) = Default::default();
+    for template in all.iter().filter(|template| template.name != DEFAULT) {
+        let name = key_name(&template.name);
+        if names.contains(&name) || name == DEFAULT {
+            warnings.push(format!(
+                "the chat template `{}` is left out: in GGUF its name is `{name}`, which another template has",
+                template.name
+            ));
+            continue;
         }
-        return Ok(all);
+        metadata.set(format!("{TEMPLATE_KEY}.{name}"), &*template.source);
+        names.push(name);
     }
-    let file = checkpoint.side_json("chat_template.json")?.unwrap_or_default();
-    let stored = config.get("chat_template").filter(|v| !v.is_null()).or_else(|| file.get("chat_template"));
-    let named = |entry: &Json| {
-        let text = |key: &str| entry.get(key).and_then(Json::as_str);
-        Some((key_name(text("name").filter(|n| !n.is_empty())?), text("template")?.to_owned()))
-    };
-    Ok(match stored {
-        Some(Json::String(source)) => vec![("default".into(), source.clone())],
-        Some(Json::Array(list)) => list.iter().filter_map(named).collect(),
-        _ => Vec::new(),
-    })
+    if !names.is_empty() {
+        metadata.set(TEMPLATES_KEY, names);
+    }
+    if let Some(default) = all.iter().find(|template| template.name == DEFAULT) {
+        metadata.set(TEMPLATE_KEY, &*default.source);
+    }
+    warnings
 }
+
+/// The key of the default chat template; with `.NAME` behind it, that of another one.
+pub(super) const TEMPLATE_KEY: &str = "tokenizer.chat_template";
+/// The key of the names of all other chat templates.
+pub(super) const TEMPLATES_KEY: &str = "tokenizer.chat_templates";
 
 /// Names are parts of keys.
 fn key_name(name: &str) -> String {

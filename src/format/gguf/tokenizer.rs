@@ -7,12 +7,14 @@ use std::path::{Path, PathBuf};
 use serde_json::Value as Json;
 use thiserror::Error;
 
+use super::ends;
 use super::pretokenizer::{self, PreTokenizerError};
 use super::sentencepiece::{self, Kind, PieceError};
 use super::special::Special;
-use super::value::Metadata;
-use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::model::tokenizer::token_text;
+use super::value::{Metadata, MetadataError, Text};
+use crate::checkpoint::{Checkpoint, CheckpointError, JsonKeys, KeyError, SideFile, whole};
+use crate::model::chat::ChatError;
+use crate::model::tokenizer;
 
 /// The score of a token that text never merges into.
 const NEVER: f32 = -1000.0;
@@ -28,6 +30,12 @@ pub enum VocabularyError {
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     PreTokenizer(#[from] PreTokenizerError),
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    #[error(transparent)]
+    Chat(#[from] ChatError),
+    #[error(transparent)]
+    Metadata(#[from] MetadataError),
     #[error("`{0}` has neither tokenizer.json nor tokenizer.model; copy them from the original model")]
     Missing(PathBuf),
     #[error("cannot read `{path}`: {why}")]
@@ -84,7 +92,7 @@ struct Files<'a> {
     rows: usize,
     path: PathBuf,
     tokenizer: Json,
-    config: Json,
+    config: SideFile,
 }
 
 /// What differs between architectures.
@@ -110,11 +118,13 @@ pub(super) fn write(
         checkpoint,
         rows: habits.rows,
         tokenizer: checkpoint.side_json("tokenizer.json")?.unwrap_or_default(),
-        config: checkpoint.side_json("tokenizer_config.json")?.unwrap_or_default(),
+        config: checkpoint.side("tokenizer_config.json")?,
         path,
     };
-    let mut special = Special::read(checkpoint, &files.tokenizer, habits.rows)?;
-    let add_prefix = files.config.get("add_prefix_space").and_then(Json::as_bool).filter(|_| habits.llama);
+    let name = files.path.display().to_string();
+    let mut special = Special::read(checkpoint, &JsonKeys::of(&name, &files.tokenizer), habits.rows)?;
+    let add_prefix = files.config.keys().given_flag("add_prefix_space")?;
+    let add_prefix = add_prefix.filter(|_| habits.llama);
     if let Some(add) = add_prefix {
         metadata.set("tokenizer.ggml.add_space_prefix", add);
     }
@@ -136,7 +146,7 @@ pub(super) fn write(
         // Granite's small models and SmolLM share this size and take no BOS.
         special.overrule_added("bos", false);
     }
-    special.write(metadata);
+    warnings.extend(special.write(metadata));
     if habits.llama && habits.rows == 32_016 {
         // CodeLlama names these tokens nowhere.
         for (key, id) in [("prefix", 32_007u32), ("suffix", 32_008), ("middle", 32_009), ("eot", 32_010)] {
@@ -146,6 +156,9 @@ pub(super) fn write(
     if let Some(add) = space_prefix.filter(|_| add_prefix.is_none()) {
         metadata.set("tokenizer.ggml.add_space_prefix", add);
     }
+    let tokens: Vec<Text> = metadata.need::<&[Text]>("tokenizer.ggml.tokens")?.to_vec();
+    let ends = tokenizer::ends(checkpoint, |token| files.id_of(token, &tokens), habits.rows as u64)?;
+    warnings.extend(ends::write(metadata, &ends)?);
     Ok(warnings)
 }
 
@@ -168,11 +181,24 @@ impl Files<'_> {
         VocabularyError::Invalid { path: self.path.clone(), why: why.into() }
     }
 
+    /// The id of a token by its text in tokenizer.json, or else in the vocabulary as it was written.
+    fn id_of(&self, token: &str, written: &[Text]) -> Option<u32> {
+        let list = self.tokenizer.get("added_tokens").and_then(Json::as_array);
+        let same = |added: &&Json| added.get("content").and_then(Json::as_str) == Some(token);
+        let added = list.into_iter().flatten().find(same).and_then(|added| whole(added.get("id")?));
+        let own = || self.tokenizer.pointer("/model/vocab")?.get(token).and_then(whole);
+        let piece = || written.iter().position(|text| text.as_str() == Some(token)).map(|id| id as i64);
+        added.or_else(own).or_else(piece).and_then(|id| u32::try_from(id).ok())
+    }
+
     /// Tokens of `model.vocab` with their ids.
     fn vocab(&self) -> Result<impl Iterator<Item = (&str, usize)>, VocabularyError> {
         let vocab = self.tokenizer.pointer("/model/vocab").and_then(Json::as_object);
         let vocab = vocab.ok_or_else(|| self.invalid("it has no `model.vocab`"))?;
-        let id = |v: &Json| v.as_u64().ok_or_else(|| self.invalid("an id in `model.vocab` is no whole number"));
+        let id = |v: &Json| {
+            let id = whole(v).and_then(|id| u64::try_from(id).ok());
+            id.ok_or_else(|| self.invalid("an id in `model.vocab` is no whole number"))
+        };
         let pairs: Vec<(&str, u64)> =
             vocab.iter().map(|(token, v)| Ok((token.as_str(), id(v)?))).collect::<Result<_, VocabularyError>>()?;
         if let Some((_, id)) = pairs.iter().find(|(_, id)| *id >= self.rows as u64) {
@@ -182,20 +208,23 @@ impl Files<'_> {
     }
 
     /// Added tokens; those without a row are passed over, as their texts are by the model.
-    fn added(&self, warnings: &mut Vec<String>) -> Vec<Added<'_>> {
-        let named = self.named();
-        let list = self.tokenizer.get("added_tokens").and_then(Json::as_array);
-        let flag = |token: &Json, key: &str| token.get(key).and_then(Json::as_bool).unwrap_or(false);
-        let mut added: Vec<Added> = list
-            .into_iter()
-            .flatten()
-            .filter_map(|token| {
-                let content = token.get("content").and_then(Json::as_str)?;
-                let special = flag(token, "special") || named.contains(&content);
-                let id = token.get("id").and_then(Json::as_u64)? as usize;
-                Some(Added { id, content, special, normalized: flag(token, "normalized") })
-            })
-            .collect();
+    fn added(&self, warnings: &mut Vec<String>) -> Result<Vec<Added<'_>>, VocabularyError> {
+        let named = self.named()?;
+        let name = self.path.display().to_string();
+        let list = JsonKeys::of(&name, &self.tokenizer).list("added_tokens")?;
+        let mut added: Vec<Added> = Vec::new();
+        for token in list.into_iter().flatten() {
+            let at = format!("{name}: a token of `added_tokens`");
+            let keys = JsonKeys::of(&at, token);
+            let read = || -> Result<Added<'_>, KeyError> {
+                let content = keys.text("content")?.ok_or_else(|| keys.missing("content"))?;
+                let id = keys.whole("id")?.ok_or_else(|| keys.missing("id"))?;
+                let id = usize::try_from(id).map_err(|_| keys.bad("id", "an id is needed"))?;
+                let special = keys.flag("special", false)? || named.contains(&content);
+                Ok(Added { id, content, special, normalized: keys.flag("normalized", false)? })
+            };
+            added.push(read()?);
+        }
         if let Some(token) = added.iter().find(|token| token.id >= self.rows) {
             warnings.push(format!(
                 "`{}` adds token {} (`{}`), for which the model has no row; it is left out",
@@ -205,27 +234,46 @@ impl Files<'_> {
             ));
         }
         added.retain(|token| token.id < self.rows);
-        added
+        Ok(added)
     }
 
     /// Tokens that tokenizer_config.json gives a role.
-    fn named(&self) -> Vec<&str> {
+    fn named(&self) -> Result<Vec<&str>, CheckpointError> {
         const ROLES: [&str; 7] =
             ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-        let lists = ["additional_special_tokens", "extra_special_tokens"];
-        let more = lists.iter().filter_map(|key| self.config.get(*key)?.as_array()).flatten();
-        let more = more.filter_map(|v| v.as_str().or_else(|| v.get("content")?.as_str()));
-        ROLES.iter().filter_map(|role| token_text(&self.config, role)).chain(more).collect()
+        let config = self.config.keys();
+        let mut all = Vec::new();
+        for role in ROLES {
+            all.extend(config.token(role)?);
+        }
+        for key in ["additional_special_tokens", "extra_special_tokens"] {
+            let wanted = "a list of texts, or of objects with `content`, is needed";
+            let more = config.read(key, wanted, |list| {
+                let text = |token| Json::as_str(token).or_else(|| token.get("content")?.as_str());
+                match list {
+                    Json::Array(list) => list.iter().map(text).collect::<Option<Vec<_>>>(),
+                    // By the names of their attributes: tokens of other kinds of input.
+                    Json::Object(object) => object.values().map(text).collect::<Option<Vec<_>>>().map(|_| Vec::new()),
+                    _ => None,
+                }
+            })?;
+            all.extend(more.into_iter().flatten());
+        }
+        Ok(all)
     }
 
     /// Whether tokenizer.json was made of a SentencePiece model: BPE that falls back to bytes.
     fn is_sentencepiece(&self) -> Result<bool, VocabularyError> {
-        let model = |key: &str| self.tokenizer.pointer(&format!("/model/{key}"));
-        let kind = model("type").and_then(Json::as_str).unwrap_or("of no stated type");
-        if kind != "BPE" {
-            return Err(VocabularyError::Model { path: self.path.clone(), found: kind.into() });
+        let name = self.path.display().to_string();
+        let read = || -> Result<(Option<&str>, bool), KeyError> {
+            let Some(model) = JsonKeys::of(&name, &self.tokenizer).object("model")? else { return Ok((None, false)) };
+            Ok((model.text("type")?, model.flag("byte_fallback", false)?))
+        };
+        let (kind, falls_back) = read()?;
+        match kind.unwrap_or("of no stated type") {
+            "BPE" => Ok(falls_back),
+            other => Err(VocabularyError::Model { path: self.path.clone(), found: other.into() }),
         }
-        Ok(model("byte_fallback").and_then(Json::as_bool).unwrap_or(false))
     }
 
     fn prepends_space(&self) -> bool {
@@ -237,11 +285,11 @@ impl Files<'_> {
 
     /// `model.merges`, in both of its spellings.
     fn merges(&self) -> Result<Vec<(&str, &str)>, VocabularyError> {
-        let list = self.tokenizer.pointer("/model/merges").and_then(Json::as_array);
-        list.into_iter()
-            .flatten()
-            .map(|merge| pair(merge).ok_or_else(|| self.invalid("a merge is no pair of tokens")))
-            .collect()
+        let list = match self.tokenizer.pointer("/model/merges").filter(|merges| !merges.is_null()) {
+            None => &[][..],
+            Some(merges) => merges.as_array().ok_or_else(|| self.invalid("`model.merges` is no list"))?,
+        };
+        list.iter().map(|merge| pair(merge).ok_or_else(|| self.invalid("a merge is no pair of tokens"))).collect()
     }
 
     fn write_byte_level(
@@ -263,7 +311,7 @@ impl Files<'_> {
         for (token, id) in self.vocab()? {
             vocabulary.set(id, token, 0.0, Kind::Normal);
         }
-        for token in self.added(warnings) {
+        for token in self.added(warnings)? {
             // What text must hold for this token, after normalization.
             let text = match token.normalized {
                 true => token.content.to_owned(),
@@ -309,21 +357,27 @@ impl Files<'_> {
             let kind = if piece.kind == Kind::UserDefined { Kind::Normal } else { piece.kind };
             vocabulary.set(id, piece.text, piece.score, kind);
         }
-        let added = self.checkpoint.side_json("added_tokens.json")?.unwrap_or_default();
-        for (token, id) in added.as_object().into_iter().flatten() {
-            if let Some(id) = id.as_u64().map(|id| id as usize).filter(|id| *id < self.rows) {
-                vocabulary.set(id, token.as_str(), NEVER, Kind::UserDefined);
+        let added = self.checkpoint.side("added_tokens.json")?;
+        let added = added.keys();
+        for token in added.names() {
+            let id = added.whole(token)?.and_then(|id| usize::try_from(id).ok());
+            if let Some(id) = id.filter(|id| *id < self.rows) {
+                vocabulary.set(id, token, NEVER, Kind::UserDefined);
             }
         }
-        let decoder = self.config.get("added_tokens_decoder").and_then(Json::as_object);
-        for (id, token) in decoder.into_iter().flatten() {
-            let id = id.parse().ok().filter(|id: &usize| *id < self.rows);
-            if let (Some(id), Some(content)) = (id, token.get("content").and_then(Json::as_str)) {
-                if token.get("special").and_then(Json::as_bool).unwrap_or(false) || looks_special(content) {
+        let config = self.config.keys();
+        let decoder = config.object("added_tokens_decoder")?;
+        for (decoder, key) in decoder.iter().flat_map(|decoder| decoder.names().map(move |key| (decoder, key))) {
+            let Some(token) = decoder.object(key)? else { continue };
+            let id = key.parse::<usize>().map_err(|_| decoder.bad(key, "keys are ids"))?;
+            let content = token.text("content")?;
+            let special = token.flag("special", false)?;
+            match content.filter(|_| id < self.rows) {
+                None => {}
+                Some(content) if special || looks_special(content) => {
                     vocabulary.set(id, content, NEVER, Kind::Control);
-                } else {
-                    vocabulary.set(id, content.replace(SPACE, " "), NEVER, Kind::UserDefined);
                 }
+                Some(content) => vocabulary.set(id, content.replace(SPACE, " "), NEVER, Kind::UserDefined),
             }
         }
         Ok(vocabulary)
@@ -339,7 +393,7 @@ impl Files<'_> {
         }
         let unknown = self.tokenizer.pointer("/model/unk_token").and_then(Json::as_str);
         let mut vocabulary = Vocabulary::padded(self.rows);
-        let named = self.named();
+        let named = self.named()?;
         for (token, id) in self.vocab()? {
             let kind = match token {
                 _ if is_byte(token) => Kind::Byte,
@@ -353,7 +407,7 @@ impl Files<'_> {
             };
             vocabulary.set(id, token, score, kind);
         }
-        for token in self.added(warnings) {
+        for token in self.added(warnings)? {
             let kind = match vocabulary.kinds[token.id] {
                 Kind::Unknown => Kind::Unknown,
                 _ if token.special || looks_special(token.content) => Kind::Control,

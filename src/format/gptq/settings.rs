@@ -3,8 +3,9 @@
 use regex::Regex;
 use serde_json::Value;
 
+use crate::checkpoint::{JsonKeys, KeyError, whole};
 use crate::format::FormatError;
-use crate::format::config::Found;
+use crate::format::config::{Found, group_size};
 use crate::pack::gptq::Version;
 use crate::scheme::{GroupSize, Scheme};
 
@@ -42,36 +43,48 @@ impl Settings {
 
 fn parse(value: &Value) -> Result<Settings, String> {
     let base = Scheme { bits: 0, group_size: GroupSize::CHANNEL, sym: true };
+    let keys = JsonKeys::of("", value);
     for key in ["bits", "group_size"] {
-        if value.get(key).is_none_or(Value::is_null) {
-            return Err(format!("`{key}` is missing"));
+        if keys.get(key).is_none() {
+            return Err(keys.missing(key).into());
         }
     }
-    let scheme = overridden(base, value)?;
-    let label = ["checkpoint_format", "format"].into_iter().find_map(|key| value.get(key)?.as_str());
+    let scheme = overridden(base, &keys)?;
+    // GPTQModel writes both.
+    let label = match (keys.text("checkpoint_format")?, keys.text("format")?) {
+        (Some(one), Some(other)) if one != other => {
+            return Err(keys.contradiction("checkpoint_format", &keys, "format").into());
+        }
+        (one, other) => one.or(other),
+    };
     let version = match label {
         None => Version::V1,
         Some(name) => Version::parse(name)
             .ok_or_else(|| format!("tensors are laid out as `{name}`; `gptq` and `gptq_v2` are read"))?,
     };
-    if value.get("is_marlin_format").and_then(Value::as_bool) == Some(true) {
+    if keys.flag("is_marlin_format", false)? {
         return Err("tensors are laid out for Marlin kernels; `gptq` and `gptq_v2` are read".into());
     }
-    match value.get("pack_dtype").and_then(Value::as_str) {
+    match keys.text("pack_dtype")? {
         None | Some("int32") => {}
         Some(other) => return Err(format!("integers are packed into `{other}`; only int32 is read")),
     }
     let (mut rules, mut unreadable) = (vec![], vec![]);
-    let dynamic = value.get("dynamic").and_then(Value::as_object);
-    for (key, overrides) in dynamic.into_iter().flatten() {
+    let dynamic = keys.object("dynamic")?;
+    for (dynamic, key) in dynamic.iter().flat_map(|rules| rules.all_names().map(move |key| (rules, key))) {
         let (skip, pattern) = match key.strip_prefix("-:") {
             Some(pattern) => (true, pattern),
             None => (false, key.strip_prefix("+:").unwrap_or(key)),
         };
+        let overrides = dynamic.object(key)?;
         // Python's `re.match` starts at the start and ends anywhere.
         match Regex::new(&format!("^(?:{pattern})")) {
             Ok(pattern) => {
-                let scheme = if skip { None } else { Some(overridden(scheme, overrides)?) };
+                let scheme = match overrides {
+                    _ if skip => None,
+                    Some(overrides) => Some(overridden(scheme, &overrides)?),
+                    None => Some(scheme),
+                };
                 rules.push(Rule { pattern, scheme });
             }
             Err(_) => unreadable.push(pattern.to_string()),
@@ -80,22 +93,18 @@ fn parse(value: &Value) -> Result<Settings, String> {
     Ok(Settings { scheme, version, rules, unreadable })
 }
 
-/// `base` with the `bits`, `group_size` and `sym` that `value` has.
-fn overridden(base: Scheme, value: &Value) -> Result<Scheme, String> {
-    let present = |key: &str| value.get(key).filter(|v| !v.is_null());
+/// `base` with the `bits`, `group_size` and `sym` that `keys` have.
+fn overridden(base: Scheme, keys: &JsonKeys) -> Result<Scheme, KeyError> {
     let mut scheme = base;
-    if let Some(bits) = present("bits") {
-        scheme.bits = match bits.as_u64() {
-            Some(b @ (2 | 3 | 4 | 8)) => b as u8,
-            _ => return Err(format!("`bits` is {bits}; 2, 3, 4 and 8 are read")),
-        };
+    let bits = |value: &Value| whole(value).filter(|bits| [2, 3, 4, 8].contains(bits)).map(|bits| bits as u8);
+    if let Some(bits) = keys.read("bits", "2, 3, 4 and 8 are read", bits)? {
+        scheme.bits = bits;
     }
-    if let Some(size) = present("group_size") {
-        let read = size.as_i64().and_then(|s| i32::try_from(s).ok()).and_then(GroupSize::new);
-        scheme.group_size = read.ok_or_else(|| format!("`group_size` is {size}; it must be positive or -1"))?;
+    if let Some(size) = keys.read("group_size", "it must be positive or -1", group_size)? {
+        scheme.group_size = size;
     }
-    if let Some(sym) = present("sym") {
-        scheme.sym = sym.as_bool().ok_or_else(|| format!("`sym` is {sym}; it must be true or false"))?;
+    if let Some(sym) = keys.read("sym", "it must be true or false", Value::as_bool)? {
+        scheme.sym = sym;
     }
     Ok(scheme)
 }

@@ -64,6 +64,7 @@ impl GptqSource {
             base: self.base,
             schemes: self.modules.iter().map(|(name, stored)| (name.clone(), stored.scheme)).collect(),
             kv_cache: cache_scales(&self.checkpoint),
+            inputs: Vec::new(),
         })
     }
 

@@ -49,10 +49,12 @@ struct ThreadView {
     uint3 index;
     unsigned lane;
 };
+struct Shadow;
 struct BlockView {
     uint3 index;
     dim3 size, grid;
     void* dynamic_shared;
+    Shadow* shadow;  // null but in the checked build
 };
 extern __thread ThreadView* self;
 extern __thread BlockView* block;
@@ -60,6 +62,7 @@ extern __thread BlockView* block;
 // The lanes of `mask` that have not exited meet; the last to arrive runs `operation` over the pointers of all.
 using WarpOperation = void (*)(void** arguments, unsigned lanes);
 void meet(ThreadView* self, unsigned mask, WarpOperation operation, void* argument);
+void warp_barrier(ThreadView* self, unsigned mask);
 void block_barrier(ThreadView* self);
 // Reports with kernel, block and thread, makes `code` the device's sticky error and ends the block.
 [[noreturn]] void fault(int code, const char* what);
@@ -124,9 +127,7 @@ void emu_cp_async_wait(int pending);
 // ---- Barriers and warp collectives.
 
 inline void __syncthreads() { emu::block_barrier(emu::self); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) {
-    emu::meet(emu::self, mask, [](void**, unsigned) {}, nullptr);
-}
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emu::warp_barrier(emu::self, mask); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 

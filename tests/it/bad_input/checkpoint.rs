@@ -1,12 +1,14 @@
 //! Damaged and strange model folders.
 
+use std::collections::BTreeMap;
 use std::fs;
 
 use safetensors::Dtype;
+use safetensors::tensor::TensorView;
 use serde_json::json;
 
 use super::{gptq, unreadable};
-use crate::support::scene::{Scene, Stored, character_tokenizer};
+use crate::support::scene::{Scene, Stored, character_tokenizer, tensors};
 
 const SHARD: &str = "model/model-00002-of-00003.safetensors";
 const INDEX: &str = "model/model.safetensors.index.json";
@@ -109,6 +111,42 @@ fn index_is_no_index() {
         scene.write(INDEX, text);
         unreadable(&scene, &[word]);
     }
+}
+
+/// transformers reads `model.safetensors`, vLLM and SGLang the shards of the index.
+#[test]
+fn one_file_beside_all_shards() {
+    let scene = Scene::tiny("llama_sharded");
+    let shards = [1, 2, 3].map(|i| format!("model/model-0000{i}-of-00003.safetensors"));
+    let mut all = BTreeMap::new();
+    shards.iter().for_each(|shard| all.extend(tensors(&scene.path(shard))));
+    scene.write("model/model.safetensors", safetensors::serialize(Vec::<(String, TensorView)>::new(), None).unwrap());
+    scene.edit_weights(|tensors| *tensors = all);
+    let eval = ["eval", "ppl", "model", "--text", "eval.txt", "--json"];
+    let twice = ["warning: `model` holds its weights twice, in `model.safetensors` and in the 3 shards"];
+    let same = scene.run(&eval).ok().says(&twice).json()["perplexity"].clone();
+
+    let name = "model.layers.0.mlp.up_proj.weight";
+    scene.edit_weights(|tensors| tensors.get_mut(name).unwrap().data[0] ^= 1);
+    let words = [
+        "`model` holds two models",
+        &format!("tensor `{name}` of `model.safetensors` is not that of the shards"),
+        "remove `model.safetensors`, or the index with its shards",
+    ];
+    unreadable(&scene, &words);
+    scene.run(&["inspect", "model"]).ended(1).says(&words);
+    // What is left when one of the two is removed.
+    scene.edit_weights(|tensors| tensors.get_mut(name).unwrap().data[0] ^= 1);
+    let single = scene.read("model/model.safetensors");
+    fs::remove_file(scene.path("model/model.safetensors")).unwrap();
+    let ran = scene.run(&eval).ok();
+    assert!(!ran.stderr.contains("warning"), "{}", ran.stderr);
+    assert_eq!(ran.json()["perplexity"], same);
+    // An index whose shards are gone is another thing: nothing can be read by it.
+    scene.write("model/model.safetensors", single);
+    fs::remove_file(scene.path(SHARD)).unwrap();
+    let ran = scene.run(&eval).ok().says(&["model.safetensors.index.json` is not used", SHARD, "is missing"]);
+    assert_eq!(ran.json()["perplexity"], same);
 }
 
 #[test]

@@ -31,6 +31,17 @@ pub const CASES: &[Case] = &[
     ("out_of_memory", out_of_memory),
     ("no_device", no_device),
     ("old_driver", old_driver),
+    ("racy_reverse", || races("emu_racy_reverse", true)),
+    ("race_write_write", || races("emu_race_write_write", false)),
+    ("race_read_write", || races("emu_race_read_write", false)),
+    ("race_bytes", || races("emu_race_bytes", false)),
+    ("race_in_warp", || races("emu_race_in_warp", false)),
+    ("race_across_warps", || races("emu_race_across_warps", false)),
+    ("race_atomic", || races("emu_race_atomic", false)),
+    ("race_copy_not_awaited", || races("emu_race_copy_not_awaited", true)),
+    ("race_copy_without_barrier", || races("emu_race_copy_without_barrier", true)),
+    ("race_ring", || races("emu_race_ring", true)),
+    ("race_ldmatrix", || races("emu_race_ldmatrix", false)),
 ];
 
 /// Runs the case in a child and looks for all of `words` in what it reports.
@@ -263,6 +274,45 @@ fn misaligned_vector() {
     let (x, out) = (device(&[0f32; 100]), device(&[0f32]));
     let launched = gpu.launch("emu_misaligned_vector", 1, 1, 0, &[Pointer(x), Pointer(out)]);
     stays(&gpu, launched, CUDA_ERROR_MISALIGNED_ADDRESS);
+}
+
+/// One block of 64 threads that races for shared memory. The plain build lets it pass.
+fn races(kernel: &str, reads: bool) {
+    let gpu = Gpu::open(0);
+    let (x, out) = (device(&[1f32; 256]), device(&[0f32; 64]));
+    let values = if reads { vec![Pointer(x), Pointer(out)] } else { vec![Pointer(out)] };
+    let launched = gpu.launch(kernel, 1, 64, 1024, &values);
+    if env::var("QUANTKIT_EMULATOR_CHECKED").is_ok() {
+        stays(&gpu, launched, CUDA_ERROR_LAUNCH_FAILED);
+    } else {
+        assert_eq!(launched, CUDA_SUCCESS);
+    }
+}
+
+/// Each is found in every order of lanes; which of the two accesses comes second depends on the order.
+#[test]
+fn the_checked_build_sees_races_for_shared_memory() {
+    let planted = [
+        ("racy_reverse", "a write by thread 0 (warp 0) and this read of static shared memory"),
+        ("race_write_write", "a write by thread 0 (warp 0) and this write of static shared memory"),
+        ("race_read_write", "a write by thread 0 (warp 0) and this read of static shared memory"),
+        ("race_bytes", "a write by thread 1 (warp 0) and this read of byte 1 of dynamic shared memory"),
+        ("race_in_warp", "a read by thread 1 (warp 0) and this write of byte 0 of dynamic shared memory"),
+        ("race_across_warps", "a write by thread 0 (warp 0) and this read of byte 0 of dynamic shared memory"),
+        ("race_atomic", "an atomic update by thread 0 (warp 0) and this read of static shared memory"),
+        ("race_copy_not_awaited", "an asynchronous copy under way by thread 0 (warp 0) and this read of byte 0 of"),
+        ("race_copy_without_barrier", "a write by thread 0 (warp 0) and this read of byte 0 of dynamic shared memory"),
+        ("race_ring", "a read by thread 0 (warp 0) and this write of byte 512 of dynamic shared memory"),
+        ("race_ldmatrix", "a write by thread 0 (warp 0) and this read of byte 0 of dynamic shared memory"),
+    ];
+    for (case, words) in planted {
+        reports(case, &[("CHECKED", "1")], &["race: no barrier orders", words, "kernel emu_rac"]);
+        for order in ["reverse", "random"] {
+            reports(case, &[("CHECKED", "1"), ("ORDER", order)], &["race: no barrier orders", "kernel emu_rac"]);
+        }
+    }
+    // The plain build sees none of them: the result is right.
+    in_child("race_read_write", &[]);
 }
 
 #[test]

@@ -175,6 +175,17 @@ fn interrupted_before_the_work() {
     assert_eq!(ended.and_then(|status| status.signal()), Some(Signal::INT.as_raw()));
 }
 
+/// Tests that were themselves started with signals ignored, as in the background or under `nohup`.
+#[test]
+fn signals_that_the_tests_ignore() {
+    let name = "end_to_end::interruption::interrupted_before_the_work";
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", "trap '' HUP INT TERM; exec \"$0\" \"$@\""]);
+    let output = command.arg(std::env::current_exe().unwrap()).args([name, "--exact"]).output().unwrap();
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && told.contains("1 passed"), "{told}");
+}
+
 #[test]
 fn nothing_to_resume() {
     let scene = Scene::tiny("llama");

@@ -1,13 +1,16 @@
 //! The built program, and what came of running it.
 
+use std::ffi::c_int;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Output;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use serde_json::Value;
 
 /// Variables that would change what the program does.
-const VARIABLES: [&str; 10] = [
+const VARIABLES: [&str; 11] = [
     "QUANTKIT_DEVICE",
     "QUANTKIT_THREADS",
     "HF_HOME",
@@ -18,6 +21,7 @@ const VARIABLES: [&str; 10] = [
     "XDG_CACHE_HOME",
     "GITHUB_STEP_SUMMARY",
     "GITHUB_SHA",
+    "TMPDIR",
 ];
 
 /// The program, to be run in `dir`; temporary files of its own go to `tmp` there, if that exists.
@@ -37,7 +41,26 @@ pub fn std_command(dir: &Path, args: &[&str]) -> std::process::Command {
     if dir.join("tmp").is_dir() {
         command.env("TMPDIR", dir.join("tmp"));
     }
+    with_signals(&mut command);
     command
+}
+
+/// Signals do to the child what they do by default. Tests that run in the background, under `nohup` or on some CI runners
+/// were started with some of them ignored, and children inherit that.
+fn with_signals(command: &mut std::process::Command) {
+    unsafe extern "C" {
+        fn signal(number: c_int, handler: usize) -> usize;
+    }
+    const DEFAULT: usize = 0;
+    let reset = || {
+        for number in [Signal::HUP, Signal::INT, Signal::QUIT, Signal::TERM] {
+            // SAFETY: POSIX's function, with the handler `SIG_DFL`.
+            unsafe { signal(number.as_raw(), DEFAULT) };
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec only `signal` is called, which is async-signal-safe.
+    unsafe { command.pre_exec(reset) };
 }
 
 /// Runs `quantkit ARGS` in `dir` to its end.
