@@ -96,6 +96,7 @@ impl Quantization {
             kv_heads: config.kv_heads,
             kv_cache: self.kv_cache,
             modules: modules.collect(),
+            unasked: config.unasked.iter().cloned().collect(),
         }
     }
 }

@@ -12,6 +12,7 @@ mod gguf;
 mod inspect;
 mod interruption;
 mod plan;
+mod presence;
 mod recipe;
 mod rules;
 mod scaling;

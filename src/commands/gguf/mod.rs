@@ -78,6 +78,9 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let architecture = Architecture::of(model.config.family)?;
     let (own, rope_factors) = described(&located.dir, args, &source, printer)?;
     let all = tensors::of(model, architecture, rope_factors)?;
+    if let Some(refused) = architecture.refused_biases(all.iter().map(|tensor| &*tensor.name)) {
+        printer.warn(refused);
+    }
     let choices = choose(&all, &source, architecture, args, imatrix.is_some() || args.error_feedback)?;
     let note = imatrix.as_ref().map(|(file, imatrix)| ImportanceNote {
         file: file.clone(),
@@ -107,7 +110,7 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let Output { writer, steps, .. } = output;
     drop(steps);
     let files = writer.finish()?;
-    summary(args, &files, size, &planned, &choices, began, printer)
+    summary(args, &source, (&files, size), &planned, &choices, began, printer)
 }
 
 /// Tensors with the types they will have, in the order of the file.
@@ -281,8 +284,8 @@ fn choose(
 
 fn summary(
     args: &GgufArgs,
-    files: &[PathBuf],
-    size: u64,
+    source: &Runnable,
+    (files, size): (&[PathBuf], u64),
     planned: &[(&Tensor, GgmlType)],
     choices: &[Choice],
     began: Instant,
@@ -308,7 +311,7 @@ fn summary(
         }
     }
     let names: Vec<String> = files.iter().map(|f| f.display().to_string()).collect();
-    printer.object(&json!({
+    printer.object(&source.accounted(json!({
         "files": names,
         "type": args.kind.name(),
         "bytes": size,
@@ -316,7 +319,7 @@ fn summary(
         "share_changed_by_shape": share,
         "tensors": kinds.iter().map(|(name, count)| (name.to_string(), json!(count))).collect::<serde_json::Map<_, _>>(),
         "seconds": began.elapsed().as_secs_f64(),
-    }))?;
+    })))?;
     let listed = kinds.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ");
     printer.text(format!(
         "wrote {}: {}, {:.2} bits per weight; tensors: {listed}",
@@ -330,6 +333,9 @@ fn summary(
             share * 100.0,
             args.kind.name()
         ))?;
+    }
+    if let Some(unread) = &source.unread {
+        printer.text(format!("left out: {unread}"))?;
     }
     Ok(())
 }
@@ -355,7 +361,8 @@ pub fn imatrix(args: &ImatrixArgs, printer: Printer) -> Result<()> {
         ImatrixForm::Gguf => imatrix.write_gguf(&out)?,
         ImatrixForm::Dat => imatrix.write_dat(&out)?,
     }
-    printer.object(&json!({"file": out, "weights": imatrix.entries.len(), "windows": windows.len(), "text": text}))?;
+    let object = json!({"file": out, "weights": imatrix.entries.len(), "windows": windows.len(), "text": text});
+    printer.object(&source.accounted(object))?;
     printer.text(format!(
         "wrote {}: importance of {} weights from {} windows of {} tokens",
         out.display(),

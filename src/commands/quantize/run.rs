@@ -12,7 +12,9 @@ use serde_json::json;
 
 use super::super::device::backend;
 use super::super::few_tokens::{self, Found};
-use super::super::open::{Located, Measurement, Runnable, check_measurement, corpus, locate, open, perplexity};
+use super::super::open::{
+    Located, Measurement, Runnable, check_measurement, corpus, locate, open, open_made, perplexity,
+};
 use super::artifact;
 use super::calibration::{Calibrated, calibrated};
 use super::control::{control, plain};
@@ -110,7 +112,7 @@ impl Run<'_> {
         });
         // Masks among the buffers of other parts may well hold infinities.
         let (bad, elsewhere): (Vec<_>, Vec<_>) =
-            model.checkpoint().non_finite().into_iter().partition(|found| model.reads(&found.tensor));
+            model.checkpoint().non_finite().into_iter().partition(|found| model.config.reads(&found.tensor));
         for found in elsewhere {
             self.printer.warn(format!(
                 "tensor `{}`, which is only copied, holds {} values that are not finite",
@@ -275,6 +277,7 @@ impl Run<'_> {
             reports,
             transforms,
             tensors: layout_bytes,
+            unread: original.unread.clone(),
             seconds: json!({"preparing": prepared, "quantizing": quantizing, "of_which_solving": solving, "writing": writing, "measuring": measuring}),
         };
         self.conclude(&summary, before.zip(after), control)
@@ -490,7 +493,7 @@ impl Run<'_> {
 fn read_back(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let failed = |why: String| anyhow::Error::from(CheckFailed(why));
     let artifact =
-        open(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
+        open_made(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     let wrong = verify_manifest(dir).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     match wrong.first() {
         Some(wrong) => Err(failed(format!("the artifact on disk is not what was written: {wrong}"))),
