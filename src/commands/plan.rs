@@ -94,7 +94,6 @@ struct Found {
 
 pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     let found = find(args, printer)?;
-    let tensors = found.checkpoint.tensors();
     let config = ModelConfig::of(&found.checkpoint).with_context(|| format!("`{}`", found.name))?;
     let unread_tensors = config.unread(&found.checkpoint, found.plain);
     let mut warnings = found.warnings;

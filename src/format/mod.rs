@@ -14,6 +14,7 @@ pub mod gptq;
 pub mod layout;
 pub mod manifest;
 mod modelopt;
+pub mod replace;
 pub mod safetensors;
 pub mod sizes;
 mod stored;
