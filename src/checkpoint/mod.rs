@@ -49,7 +49,7 @@ impl SideFile {
 }
 
 /// A model folder, opened and checked.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
     config: Value,

@@ -1,15 +1,13 @@
 //! `quantkit eval kl`
 
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
 use super::device::backend;
-use super::open::{Located, Runnable, corpus, locate, open};
+use super::open::{Runnable, corpus, locate, open};
 use super::task::{Cut, Task, builtin, check_context, task};
-use crate::backend::Backend;
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::{KlArgs, ModelArgs};
@@ -24,6 +22,7 @@ use crate::evaluate::finite;
 use crate::evaluate::logits_file::{LogitsFile, record_bytes};
 use crate::evaluate::perplexity::peak_rss_bytes;
 use crate::evaluate::windows::{Convention, Window, plan};
+use crate::model::presence::Unread;
 use crate::model::tokenizer::{BosMode, BosRule};
 use crate::num::size::bytes;
 
@@ -40,6 +39,9 @@ struct Report {
     /// The baseline that was written or read.
     #[serde(skip_serializing_if = "Option::is_none")]
     baseline: Option<BaselineFacts>,
+    /// Tensors that the reference does not read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reference_unread_tensors: Option<Unread>,
     device: String,
     peak_rss_bytes: u64,
 }
@@ -102,12 +104,15 @@ pub fn run(args: &KlArgs, printer: Printer) -> Result<()> {
     let located = find(Some(args.artifact.clone()), &args.revision)?;
     let artifact = open(&located.dir, device.clone(), printer).context("the artifact")?;
     interrupt::listen();
+    let mut reference_unread_tensors = None;
     let compared = match (&args.reference_logits, &args.baseline) {
         (Some(path), _) => against_file(args, &artifact, path, printer)?,
         (None, Some(path)) => against_baseline(args, &artifact, path, printer)?,
         (None, None) => {
             let original = find(args.reference.clone(), &args.reference_revision)?;
-            against_model(args, &artifact, &original, device, printer)?
+            let reference = open(&original.dir, device, printer).context("the reference")?;
+            reference_unread_tensors.clone_from(&reference.unread);
+            against_model(args, &artifact, (&original.name, &reference), printer)?
         }
     };
     let (reference, corpora, baseline) = compared;
@@ -118,10 +123,11 @@ pub fn run(args: &KlArgs, printer: Printer) -> Result<()> {
         reference,
         corpora,
         baseline,
+        reference_unread_tensors,
         device: artifact.model.backend().device(),
         peak_rss_bytes: peak_rss_bytes(),
     };
-    printer.object(&report)?;
+    printer.object(&artifact.accounted(&report))?;
     show(&report, printer)?;
     gates(args, &report.corpora)
 }
@@ -142,11 +148,9 @@ fn check_target(path: &Path) -> Result<()> {
 fn against_model(
     args: &KlArgs,
     artifact: &Runnable,
-    original: &Located,
-    device: Arc<dyn Backend>,
+    (original, reference): (&str, &Runnable),
     printer: Printer,
 ) -> Result<Compared> {
-    let reference = open(&original.dir, device, printer).context("the reference")?;
     Reference::Model(&reference.model).check(&artifact.model)?;
     let mut corpora = Vec::new();
     for path in &args.texts {
@@ -159,18 +163,18 @@ fn against_model(
     let cut = Cut { convention, window, max_windows, bos };
     // All are looked at before any of them is measured.
     let tasks: Vec<Task> =
-        corpora.iter().map(|corpus| task(&cut, artifact, &reference, corpus, printer)).collect::<Result<_>>()?;
+        corpora.iter().map(|corpus| task(&cut, artifact, reference, corpus, printer)).collect::<Result<_>>()?;
     if args.bos == BosMode::Auto {
         printer.note(format!("BOS: {}", reference.tokenizer()?.bos_evidence()));
     }
     let Some(path) = &args.save_baseline else {
         let one = |task| compare(args, artifact, Reference::Model(&reference.model), task, printer);
-        return Ok((original.name.clone(), tasks.into_iter().map(one).collect::<Result<_>>()?, None));
+        return Ok((original.into(), tasks.into_iter().map(one).collect::<Result<_>>()?, None));
     };
     let settings = Settings::default();
     let mut writer = Writer::new(Header {
         tool: concat!("quantkit ", env!("CARGO_PKG_VERSION")).into(),
-        reference: ReferenceRecord::of(&original.name, reference.model.checkpoint())?,
+        reference: ReferenceRecord::of(original, reference.model.checkpoint())?,
         vocab: reference.model.config.vocab,
         settings,
         corpora: Vec::new(),
@@ -201,7 +205,7 @@ fn against_model(
         facts.bytes_per_position,
         bytes((facts.positions * facts.llamacpp_bytes_per_position) as u64)
     ));
-    Ok((original.name.clone(), figures, Some(facts)))
+    Ok((original.into(), figures, Some(facts)))
 }
 
 /// The artifact on the texts of a baseline.

@@ -56,7 +56,7 @@ pub fn run(args: &KvArgs, printer: Printer) -> Result<()> {
     let warnings: Vec<String> = warning(&cache).into_iter().collect();
     let reason = broken(&cache);
     let output = Output { model: &located.name, reason: reason.as_deref(), cache: &cache, warnings: warnings.clone() };
-    printer.object(&output)?;
+    printer.object(&runnable.accounted(&output))?;
     for line in lines(&cache) {
         printer.text(line)?;
     }

@@ -33,7 +33,7 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     interrupt::listen();
     let mut result = perplexity(&runnable, &how, "perplexity", printer)?.result;
     result.inputs.clone_from(&runnable.inputs);
-    printer.object(&result)?;
+    printer.object(&runnable.accounted(&result))?;
     printer.text(format!(
         "perplexity {:.4} ± {:.4}  ({} tokens in {} windows of {}, convention {}, BOS {}, {:.0} tokens/s on {})",
         result.perplexity,

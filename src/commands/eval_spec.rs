@@ -22,6 +22,7 @@ use crate::evaluate::acceptance::{Acceptance, Cost, Mean, NEAR_ZERO};
 use crate::evaluate::cache_error::Setting;
 use crate::evaluate::speculation::{Task, measure};
 use crate::evaluate::windows::{Convention, Window, plan};
+use crate::model::presence::Unread;
 use crate::model::tokenizer::{BosHabit, BosRule};
 
 /// Tokens of a window at most.
@@ -42,6 +43,9 @@ struct Report {
     cache: Option<CacheType>,
     #[serde(flatten)]
     figures: Acceptance,
+    /// Tensors that the draft does not read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    draft_unread_tensors: Option<Unread>,
     device: String,
 }
 
@@ -70,9 +74,10 @@ pub fn run(args: &SpecArgs, printer: Printer) -> Result<()> {
         draft_method: draft.method.clone(),
         draft_format: draft.format,
         figures,
+        draft_unread_tensors: draft.unread.clone(),
         device: target.model.backend().device(),
     };
-    printer.object(&report)?;
+    printer.object(&target.accounted(&report))?;
     show(&report, printer)?;
     if !report.figures.has_rate() {
         printer.warn(

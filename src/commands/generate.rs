@@ -113,7 +113,7 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
         written as f64 / seconds
     ));
     let speculation = rounds.as_ref().map(|rounds| speculation(rounds, written, printer));
-    printer.object(&json!({
+    printer.object(&runnable.accounted(json!({
         "text": text,
         "prompt_tokens": tokens.len(),
         "tokens": written,
@@ -121,7 +121,7 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
         "stop": reason,
         "seed": args.seed.unwrap_or(0),
         "speculation": speculation,
-    }))?;
+    })))?;
     Ok(())
 }
 

@@ -137,7 +137,7 @@ pub fn run(args: &GenerateArgs, sampling: SamplerOptions, printer: Printer) -> R
         }
     ));
     let texts = results.texts(&runnable)?;
-    printer.object(&json!({
+    printer.object(&runnable.accounted(json!({
         "results": results.objects(&texts, sampling.seed),
         "tokens": totals.tokens,
         "tokens_per_second": totals.tokens as f64 / seconds,
@@ -150,7 +150,7 @@ pub fn run(args: &GenerateArgs, sampling: SamplerOptions, printer: Printer) -> R
             "swapped": totals.swapped,
             "recomputed": totals.recomputed,
         },
-    }))?;
+    })))?;
     Ok(())
 }
 

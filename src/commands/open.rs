@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use serde::Serialize;
 use tempfile::TempDir;
 
 use crate::backend::Backend;
@@ -22,6 +23,7 @@ use crate::hub::{self, HubError, HubEvent, HubOptions};
 use crate::model::Model;
 use crate::model::block::Chunk;
 use crate::model::chat::{ChatTemplate, Message};
+use crate::model::presence::Unread;
 use crate::model::tokenizer::{BosMode, BosRule, Tokenizer};
 use crate::num::size::bytes;
 
@@ -154,12 +156,28 @@ pub struct Runnable {
     pub method: Option<String>,
     /// How the artifact's linears round their inputs; empty where all stay floats.
     pub inputs: Vec<String>,
+    /// Tensors that the model does not read.
+    pub unread: Option<Unread>,
     printer: Printer,
     /// Whether the user was warned of a text that is tokenized in one piece.
     warned: Cell<bool>,
 }
 
+/// What `--json` prints of a model, with the tensors that were not read.
+#[derive(Serialize)]
+pub struct Accounted<'a, T> {
+    #[serde(flatten)]
+    value: T,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unread_tensors: Option<&'a Unread>,
+}
+
 impl Runnable {
+    /// `value`, an object, with `unread_tensors` where there are some.
+    pub fn accounted<T: Serialize>(&self, value: T) -> Accounted<'_, T> {
+        Accounted { value, unread_tensors: self.unread.as_ref() }
+    }
+
     pub fn tokenizer(&self) -> Result<&Tokenizer> {
         if let Some(tokenizer) = self.tokenizer.get() {
             return Ok(tokenizer);
@@ -214,14 +232,25 @@ impl Runnable {
     }
 }
 
-/// Opens a folder or a GGUF file as a model.
+/// Opens a folder or a GGUF file as a model, and reports what of it is not as its config says, or not read.
 pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
+    let runnable = open_made(dir, backend, printer)?;
+    runnable.model.config.warnings.iter().for_each(|warning| printer.warn(warning));
+    if let Some(unread) = &runnable.unread {
+        printer.warn(unread.to_string());
+    }
+    Ok(runnable)
+}
+
+/// The same for what was just made of a model that [`open`] reported on.
+pub fn open_made(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let opened = format::open_path(dir)?;
     for warning in opened.source.checkpoint().notes().iter().chain(&opened.warnings) {
         printer.warn(warning);
     }
     let model =
         Model::open(opened.source, backend).with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
+    let unread = model.config.unread(model.checkpoint(), opened.method.is_none());
     let inputs = opened.quantization.map(|stored| stored.inputs).unwrap_or_default();
     let method = Manifest::read(dir).ok().and_then(|manifest| manifest.method().map(Into::into));
     Ok(Runnable {
@@ -230,6 +259,7 @@ pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<R
         format: opened.method,
         method: method.filter(|_| opened.method.is_some()),
         inputs,
+        unread,
         printer,
         warned: Cell::new(false),
     })

@@ -18,6 +18,7 @@ use crate::format::sizes::{self, Size, Source};
 use crate::format::{self, FormatError, config};
 use crate::hub::{self, HubOptions};
 use crate::model::config::ModelConfig;
+use crate::model::presence::Unread;
 use crate::num::size::bytes;
 use crate::scheme::GroupSize;
 use crate::tensor::Dtype;
@@ -39,6 +40,8 @@ struct Plan {
     memory: Option<Memory>,
     caches: Vec<Cache>,
     weights: Vec<Weights>,
+    /// Tensors that the language model does not read; artifacts of safetensors copy them.
+    unread_tensors: Option<Unread>,
     warnings: Vec<String>,
 }
 
@@ -91,16 +94,13 @@ struct Found {
 
 pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     let found = find(args, printer)?;
-    let json = found.checkpoint.config();
-    let tensors = found.checkpoint.tensors();
-    let shape_of = |start: &str| {
-        let (name, entry) = tensors.range(start.to_string()..).next()?;
-        name.starts_with(start).then_some(&entry.shape[..])
-    };
-    let config = ModelConfig::parse(json, shape_of).with_context(|| format!("`{}`", found.name))?;
+    let config = ModelConfig::of(&found.checkpoint).with_context(|| format!("`{}`", found.name))?;
+    let unread_tensors = config.unread(&found.checkpoint, found.plain);
     let mut warnings = found.warnings;
+    warnings.extend(config.warnings.iter().cloned());
+    warnings.extend(unread_tensors.as_ref().map(ToString::to_string));
     let source = match found.plain {
-        true => Source::measured(&found.checkpoint),
+        true => Source::measured(&found.checkpoint, &config),
         false => Source::configured(&found.checkpoint.keys(), &config)?,
     };
     let context = args.context.unwrap_or(2048.min(config.max_positions));
@@ -149,6 +149,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
         caches: CACHES.map(cache).into(),
         weights: weights.collect(),
         memory,
+        unread_tensors,
         warnings,
     };
     plan.warnings.iter().for_each(|warning| printer.warn(warning));

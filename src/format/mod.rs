@@ -14,6 +14,7 @@ pub mod gptq;
 pub mod layout;
 pub mod manifest;
 mod modelopt;
+pub mod replace;
 pub mod safetensors;
 pub mod sizes;
 mod stored;
@@ -96,6 +97,7 @@ impl Quantization {
             kv_heads: config.kv_heads,
             kv_cache: self.kv_cache,
             modules: modules.collect(),
+            unasked: config.unasked.iter().cloned().collect(),
         }
     }
 }

@@ -54,6 +54,11 @@ enum class Order { Forward, Reverse, Random };
 Order order();
 bool lazy();
 bool checked();
+// How many products tensor cores add at once, and the bits kept after the first; null where sums are rounded to nearest.
+struct Truncation {
+    int products, bits;
+};
+const Truncation* truncation();
 int device_count();
 // The device of the calling thread's current context, or -1.
 int current_device();

@@ -11,6 +11,7 @@ mod ggml;
 pub mod graphs;
 mod linear;
 mod model;
+mod rounding;
 mod solver;
 
 use std::sync::Arc;

@@ -192,18 +192,19 @@ impl Blas {
     }
 
     /// out `[rows][n]` = x w' + `beta` out in f32 for row-major x `[rows][k]` and w `[n][k]` of 16-bit numbers of
-    /// `kind`, which are device addresses.
+    /// `kind`, which are device addresses; rows of x and w are `stride` numbers apart.
     ///
     /// # Safety
     /// All three are device memory of these sizes that lives until the product is done; the device is current.
     pub unsafe fn product(
         &self,
         [rows, n, k]: [usize; 3],
+        stride: usize,
         kind: cudaDataType_t,
         [x, w, out]: [u64; 3],
         beta: f32,
     ) -> Result<(), BlasError> {
-        let [rows, n, k] = [rows, n, k].map(|size| size as c_int);
+        let [rows, n, k, stride] = [rows, n, k, stride].map(|size| size as c_int);
         let alpha = 1.0f32;
         // cuBLAS stores columns: what is row-major here is the transpose there.
         // SAFETY: the caller's; the factors are read before it returns.
@@ -218,10 +219,10 @@ impl Blas {
                 (&raw const alpha).cast(),
                 w as *const _,
                 kind,
-                k,
+                stride,
                 x as *const _,
                 kind,
-                k,
+                stride,
                 (&raw const beta).cast(),
                 out as *mut _,
                 cudaDataType_t::CUDA_R_32F,

@@ -39,11 +39,11 @@ fn planes(device: &Arc<Device>, plane: Plane, count: usize, rows: usize, cols: u
     let stride = cols.next_multiple_of(UNIT);
     let high = device.alloc(rows * stride * 2)?;
     let low = if count == 2 { Some(device.alloc(rows * stride * 2)?) } else { None };
-    Ok(Planes { plane, high, low, stride })
+    Ok(Planes { plane, high, low, stride, of_rows: None })
 }
 
 /// Applies what was left out of the products, and adds the bias.
-fn scale_outputs(
+pub(super) fn scale_outputs(
     out: &Tensor,
     of_rows: Option<&Buffer>,
     of_outputs: Option<&Buffer>,

@@ -59,10 +59,10 @@ macro_rules! pair {
 
 fn dense_kernels(plane: Plane, x_planes: usize, w_planes: usize) -> Pair {
     match (plane, x_planes, w_planes) {
-        (Plane::F16, 1, _) => pair!("gemm_f16_x1", 64 << 10, 32),
-        (Plane::F16, ..) => pair!("gemm_f16_x2", 72 << 10, 32),
-        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", 64 << 10, 32),
-        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", 72 << 10, 32),
+        (Plane::F16, 1, _) => pair!("gemm_f16_x1", 96 << 10, 32),
+        (Plane::F16, ..) => pair!("gemm_f16_x2", 96 << 10, 32),
+        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", 96 << 10, 32),
+        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", 96 << 10, 32),
         (Plane::Bf16, ..) => pair!("gemm_bf16_x3", 96 << 10, 32),
     }
 }
@@ -93,7 +93,8 @@ pub fn linear(
     let out = Tensor::cuda(x.rows, rows, floats(x.buffer().device(), x.rows, rows)?);
     match weight {
         DeviceMatrix::Dense { plane, high, low, stride } => {
-            let weight = Planes { plane: *plane, high: high.clone(), low: low.clone(), stride: *stride };
+            let (high, low) = (high.clone(), low.clone());
+            let weight = Planes { plane: *plane, high, low, stride: *stride, of_rows: None };
             dense(x, &weight, bias, precision, &out)?;
         }
         DeviceMatrix::Quant(weight) => quant(x, weight, bias, precision, &out)?,
@@ -110,6 +111,8 @@ pub(super) struct Planes {
     pub high: Buffer,
     pub low: Option<Buffer>,
     pub stride: usize,
+    /// Units of the rows, f32 and powers of two; none: all are 1. Activations in f16 have them, weights do not.
+    pub of_rows: Option<Buffer>,
 }
 
 impl Planes {
@@ -119,14 +122,22 @@ impl Planes {
         let bytes = x.rows * stride * 2;
         let high = device.alloc(bytes)?;
         let low = if precision == Precision::Double { Some(device.alloc(bytes)?) } else { None };
-        let kernel = match plane {
-            Plane::F16 => "split_f16",
-            Plane::Bf16 => "split_bf16",
+        let of_rows = match plane {
+            Plane::F16 => {
+                let of_rows = floats(device, x.rows, 1)?;
+                let launch = device.launch("split_f16", [x.rows, 1, 1], BLOCK).buffer(x.buffer()).buffer(&high);
+                let launch = launch.optional(low.as_ref()).buffer(&of_rows).optional(gather);
+                launch.u32(x.cols).u32(stride).go()?;
+                Some(of_rows)
+            }
+            Plane::Bf16 => {
+                let launch = device.launch("split_bf16", [x.rows, stride.div_ceil(256), 1], 128).buffer(x.buffer());
+                let launch = launch.buffer(&high).optional(low.as_ref()).optional(gather);
+                launch.u32(x.rows).u32(x.cols).u32(stride).go()?;
+                None
+            }
         };
-        let launch = device.launch(kernel, [x.rows, stride.div_ceil(256), 1], 128).buffer(x.buffer());
-        let launch = launch.buffer(&high).optional(low.as_ref()).optional(gather);
-        launch.u32(x.rows).u32(x.cols).u32(stride).go()?;
-        Ok(Self { plane, high, low, stride })
+        Ok(Self { plane, high, low, stride, of_rows })
     }
 
     fn count(&self) -> usize {
@@ -168,7 +179,8 @@ pub(super) fn tensor_cores(x: &Planes, weight: &Planes, bias: Option<&Buffer>, o
     let kernels = dense_kernels(weight.plane, x.count(), weight.count());
     let (kernel, grid, shared) = kernels.shape(out.rows, n);
     let launch = device.launch(kernel, grid, BLOCK).shared(shared).buffer(&x.high).optional(x.low.as_ref());
-    let launch = launch.buffer(&weight.high).optional(weight.low.as_ref()).optional(bias).buffer(out.buffer());
+    let launch = launch.buffer(&weight.high).optional(weight.low.as_ref()).optional(bias);
+    let launch = launch.optional(x.of_rows.as_ref()).buffer(out.buffer());
     launch.u32(out.rows).u32(n).u32(weight.stride).go()
 }
 
@@ -194,7 +206,7 @@ fn quant(x: &Tensor, weight: &Quant, bias: Option<&Buffer>, precision: Precision
     let (kernel, grid, shared) = kernels.shape(out.rows, n);
     let launch = device.launch(kernel, grid, BLOCK).shared(shared).buffer(&x.high).optional(x.low.as_ref());
     let launch = launch.buffer(&weight.q).buffer(&weight.scales).buffer(&weight.zeros);
-    let launch = launch.optional(bias).buffer(out.buffer());
+    let launch = launch.optional(bias).optional(x.of_rows.as_ref()).buffer(out.buffer());
     launch.u32(out.rows).u32(n).u32(weight.units).u32(weight.units_per_group).go()
 }
 
@@ -249,6 +261,11 @@ fn failed(device: &Device, error: BlasError) -> super::super::DeviceError {
     device.failed(format!("cuBLAS: {error}"))
 }
 
+/// Columns whose products cuBLAS sums up at once where results are to be as good as f32. Tensor cores do not round sums to
+/// nearest, and long ones drift (see `CHAIN` in `kernels/gemm_tile.cuh`): this keeps the drift of a sum whose products have
+/// one sign at 1e-5. Fewer would be better, but results go to memory and back each time.
+const BLAS_COLUMNS: usize = 1024;
+
 /// The planes' products one after the other, large ones first.
 fn dense_blas(blas: &Blas, x: &Planes, weight: &Planes, bias: Option<&Buffer>, out: &Tensor) -> Done<()> {
     let device = out.buffer().device();
@@ -260,11 +277,21 @@ fn dense_blas(blas: &Blas, x: &Planes, weight: &Planes, bias: Option<&Buffer>, o
     let mut products = vec![(&x.high, &weight.high)];
     products.extend(x.low.as_ref().map(|low| (low, &weight.high)));
     products.extend(weight.low.as_ref().map(|low| (&x.high, low)));
-    for (i, (x, w)) in products.into_iter().enumerate() {
-        let (sizes, beta) = ([out.rows, out.cols, weight.stride], if i == 0 { 0.0 } else { 1.0 });
-        // SAFETY: w is [n][k], x [rows][k] and out [rows][n]; all are freed in the order of the stream.
-        unsafe { blas.product(sizes, kind, [x.pointer(), w.pointer(), out.buffer().pointer()], beta) }
-            .map_err(|e| failed(device, e))?;
+    let step = if x.low.is_some() { BLAS_COLUMNS } else { weight.stride };
+    let mut beta = 0.0;
+    for (x, w) in products {
+        for first in (0..weight.stride).step_by(step) {
+            let (columns, at) = (step.min(weight.stride - first), 2 * first as u64);
+            let places = [x.pointer() + at, w.pointer() + at, out.buffer().pointer()];
+            // SAFETY: w is [n][k], x [rows][k] and out [rows][n], all freed in the order of the stream, and the columns
+            // from `first` on lie within k.
+            unsafe { blas.product([out.rows, out.cols, columns], weight.stride, kind, places, beta) }
+                .map_err(|e| failed(device, e))?;
+            beta = 1.0;
+        }
+    }
+    if x.of_rows.is_some() {
+        return eight_bits::scale_outputs(out, x.of_rows.as_ref(), None, bias);
     }
     let Some(bias) = bias else { return Ok(()) };
     let launch = device.launch("add_row", [out.rows, out.cols.div_ceil(BLOCK), 1], BLOCK);

@@ -55,7 +55,7 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     for name in checkpoint.side_files()? {
         let mut text = checkpoint.side_text(&name)?.context("a file that was made")?;
         if name == "config.json" {
-            let mut config = checkpoint.config().clone();
+            let mut config = model.config.restated(checkpoint.config());
             config["torch_dtype"] = json!(match args.dtype {
                 FloatArg::F32 => "float32",
                 FloatArg::F16 => "float16",
@@ -68,8 +68,15 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     folder.commit()?;
     let blocks =
         model.blocks.iter().flat_map(|b| b.all_linears()).any(|l| matches!(l.weight.weight(), Weight::Ggml(_)));
-    printer.object(&json!({"folder": out, "bytes": written.total_size, "was_quantized": blocks}))?;
+    let object = json!({"folder": out, "bytes": written.total_size, "was_quantized": blocks});
+    printer.object(&source.accounted(object))?;
     printer.text(format!("wrote {}: {} of {}", out.display(), bytes(written.total_size), dtype))?;
+    if let Some(first) = model.config.unstated_biases().first() {
+        printer.warn(format!(
+            "no key of a {} config.json asks for biases as that of `{first}`: engines that go by the config leave them out",
+            model.config.family.label
+        ));
+    }
     if blocks {
         printer.note("its weights were quantized: the folder holds what was left of them");
     }

@@ -15,6 +15,7 @@ use crate::format::manifest::Manifest;
 use crate::format::{self, Quantization};
 use crate::model::chat::ChatTemplate;
 use crate::model::config::ModelConfig;
+use crate::model::presence::Unread;
 use crate::scheme::Scheme;
 use crate::tensor::widened;
 
@@ -74,6 +75,8 @@ pub struct Facts {
     pub verification: Option<Verification>,
     /// What cannot be read or is not as the config says.
     pub damage: Vec<String>,
+    /// Tensors that the language model does not read; null where all are read.
+    pub unread_tensors: Option<Unread>,
     /// What is odd, yet readable.
     pub warnings: Vec<String>,
 }
@@ -265,13 +268,15 @@ impl Facts {
             let places = ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"];
             self.chat_template_places = places.into_iter().filter(has).map(Into::into).collect();
         }
-        let tensors = checkpoint.tensors();
-        let shape_of = |start: &str| {
-            let (name, entry) = tensors.range(start.to_string()..).next()?;
-            name.starts_with(start).then_some(&entry.shape[..])
-        };
-        match ModelConfig::parse(json, shape_of) {
-            Ok(config) => {
+        match ModelConfig::stated_by(checkpoint) {
+            Ok(mut config) => {
+                // What a whole folder lacks is damage; of one that is cut off, that was found before.
+                if let Err(error) = config.settle(checkpoint)
+                    && self.damage.is_empty()
+                {
+                    self.damage.push(error.to_string());
+                }
+                self.warnings.append(&mut config.warnings);
                 self.runs = true;
                 self.architecture = Architecture {
                     name: self.architecture.name.take(),
@@ -360,6 +365,12 @@ impl Facts {
                 if wrong.len() > 1 { format!("; {} more tensors like it", wrong.len() - 1) } else { String::new() };
             self.damage.push(format!("{first}{more}"));
         }
+    }
+
+    /// Tensors that are not read, where nothing is damaged.
+    pub fn unread(&mut self, checkpoint: &Checkpoint, config: &ModelConfig, plain: bool) {
+        self.unread_tensors = config.unread(checkpoint, plain).filter(|_| self.damage.is_empty());
+        self.warnings.extend(self.unread_tensors.as_ref().map(ToString::to_string));
     }
 
     /// Of a model that is damaged or not read counts would mislead, and nothing runs it.

@@ -18,11 +18,12 @@ use crate::cli::exit::CheckFailed;
 use crate::cli::print::Printer;
 use crate::format::consumers::{CONSUMERS, Plan, check};
 use crate::format::gguf::file_type::FileType;
-use crate::format::gguf::names::ROPE_FACTORS;
+use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::source::GgufSource;
 use crate::format::gguf::value::{Metadata, Value};
 use crate::format::{self, config, manifest};
+use crate::model::presence::Unread;
 use crate::num::ggml::GgmlType;
 use crate::tensor::Dtype;
 use facts::{ConsumerFacts, Facts, TensorFacts};
@@ -111,6 +112,7 @@ fn folder(path: &Path) -> Result<Facts> {
                 facts.inputs = stored.map(|stored| stored.inputs.clone()).filter(|inputs| !inputs.is_empty());
                 let quantized = |module: &str| stored.is_some_and(|q| q.schemes.contains_key(module));
                 facts.missing(opened.source.checkpoint(), config, &quantized);
+                facts.unread(opened.source.checkpoint(), config, opened.method.is_none());
                 // Their rules are about folders that say `gptq`, `awq` and so on.
                 let known = stored.filter(|_| !matches!(opened.method, Some("auto-round" | "modelopt")));
                 facts.consumers = known.map(|stored| consumers(&stored.plan(config)));
@@ -182,9 +184,6 @@ fn file(path: &Path) -> Result<Facts> {
     match format::open_file(path) {
         Ok(opened) => {
             facts.warnings.extend(opened.warnings);
-            // What is read here is what llama.cpp's loader takes.
-            let llama = ConsumerFacts { name: "llama.cpp", title: "llama.cpp", loads: true, refusals: vec![] };
-            facts.consumers = Some(vec![llama]);
             let checkpoint = opened.source.checkpoint();
             if let Some(config) = facts.architecture(checkpoint) {
                 let blocks = |module: &str| {
@@ -192,7 +191,9 @@ fn file(path: &Path) -> Result<Facts> {
                     entry.is_some_and(|entry| entry.dtype == Dtype::Blocks)
                 };
                 facts.missing(checkpoint, &config, &blocks);
+                facts.unread(checkpoint, &config, opened.method.is_none());
             }
+            facts.consumers = Some(vec![llama_cpp(&file, facts.unread_tensors.as_ref())]);
         }
         Err(error) => facts.warnings.push(format!("it is no model that quantkit runs: {error}")),
     }
@@ -202,6 +203,16 @@ fn file(path: &Path) -> Result<Facts> {
         facts.not_run();
     }
     Ok(facts)
+}
+
+/// What llama.cpp's loader takes: what is read here, but no tensor beside that.
+fn llama_cpp(file: &GgufFile, unread: Option<&Unread>) -> ConsumerFacts {
+    let architecture = text(file.metadata(), "general.architecture").and_then(|name| Architecture::parse(&name).ok());
+    let names = || file.tensors().iter().map(|tensor| &*tensor.name);
+    let biases = architecture.and_then(|architecture| architecture.refused_biases(names()));
+    let surplus = unread.map(|unread| format!("a file with more tensors than the model has is refused: {unread}"));
+    let refusals: Vec<String> = biases.into_iter().chain(surplus).collect();
+    ConsumerFacts { name: "llama.cpp", title: "llama.cpp", loads: refusals.is_empty(), refusals }
 }
 
 /// A text of the metadata, if it is there and one.

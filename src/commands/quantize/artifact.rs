@@ -10,20 +10,21 @@ use serde_json::{Value, json};
 use super::job::cache_spec;
 use super::modules::Modules;
 use super::work::Work;
+use crate::cli::args::OutputArgs;
 use crate::cli::interrupt;
 use crate::format::atomic::OutputFolder;
 use crate::format::config::config_json;
 use crate::format::layout::{KvScales, Layout, laid_out};
-use crate::format::manifest::{Calibration, FileRecord, Manifest};
-use crate::format::pretty;
-use crate::format::safetensors::{TensorSpec, write_sharded};
+use crate::format::manifest::{self, Calibration, FileRecord, Manifest};
+use crate::format::safetensors::{INDEX, Shard, TensorSpec, write_sharded};
+use crate::format::{pretty, replace};
 use crate::model::Model;
 use crate::recipe::Recipe;
 
-/// The tensors of the artifact: quantized linears replace `weight` by theirs, everything else stays. Scales for a
-/// cache come on top.
+/// The tensors of the artifact: quantized linears replace `weight` by theirs, everything else stays but a head that
+/// repeats the embedding. Scales for a cache come on top.
 pub fn specs(model: &Model, modules: &Modules, layout: &dyn Layout, kv_cache: Option<KvScales>) -> Vec<TensorSpec> {
-    let source = model.checkpoint().tensors().iter();
+    let source = model.checkpoint().tensors().iter().filter(|(name, _)| !model.config.is_repeated(name));
     let source = source.map(|(name, entry)| TensorSpec::new(name.clone(), entry.dtype, entry.shape.clone()));
     let mut specs = laid_out(source, &modules.modules, layout);
     for (block, kind) in model.blocks.iter().flat_map(|block| kv_cache.map(|kind| (block, kind))) {
@@ -67,7 +68,8 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
         },
     )?;
     let mut outputs = sharded.files;
-    outputs.push(folder.write("config.json", &pretty(&config_json(source.config(), quantization)))?);
+    let config = config_json(&model.config.restated(source.config()), quantization);
+    outputs.push(folder.write("config.json", &pretty(&config))?);
     if let Some(file) = layout.side_file() {
         outputs.push(folder.write(file, &pretty(quantization))?);
     }
@@ -86,7 +88,8 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
         tokens_sha256: c.tokens_sha256.clone(),
     });
     let of_source = |fits: &dyn Fn(&String) -> bool| -> Vec<&String> {
-        source.tensors().keys().filter(|name| !is_quantized(name, modules) && fits(name)).collect()
+        let kept = |name: &&String| !is_quantized(name, modules) && !model.config.is_repeated(name);
+        source.tensors().keys().filter(|name| kept(name) && fits(name)).collect()
     };
     let manifest = Manifest {
         tool: concat!("quantkit ", env!("CARGO_PKG_VERSION")).into(),
@@ -109,6 +112,23 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
 
 fn is_quantized(tensor: &str, modules: &Modules) -> bool {
     tensor.strip_suffix(".weight").is_some_and(|module| modules.scheme(module).is_some())
+}
+
+/// Refuses files of the artifact to come whose names the user's own files in `target` have.
+pub fn refuse_collisions(target: &Path, shards: &[Shard], model: &Model, layout: &dyn Layout) -> Result<()> {
+    let side = model.checkpoint().side_files()?;
+    let names = shards.iter().map(|shard| &*shard.file).chain(side.iter().map(|name| &**name));
+    let own = ["config.json", manifest::FILE].into_iter().chain(layout.side_file());
+    let index = Some(INDEX).filter(|_| shards.len() > 1);
+    Ok(replace::refuse_collisions(target, names.chain(own).chain(index))?)
+}
+
+/// Refuses to replace what the user has changed in an older artifact; a recipe reports that and replaces it.
+pub fn refuse_changed(output: &OutputArgs, target: &Path) -> Result<()> {
+    match output.overwrite && !output.resume_same {
+        true => Ok(replace::refuse_changed(target)?),
+        false => Ok(()),
+    }
 }
 
 /// Whether `dir` is an artifact of ours, which may be replaced when the user says so.

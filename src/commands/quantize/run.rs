@@ -12,7 +12,9 @@ use serde_json::json;
 
 use super::super::device::backend;
 use super::super::few_tokens::{self, Found};
-use super::super::open::{Located, Measurement, Runnable, check_measurement, corpus, locate, open, perplexity};
+use super::super::open::{
+    Located, Measurement, Runnable, check_measurement, corpus, locate, open, open_made, perplexity,
+};
 use super::artifact;
 use super::calibration::{Calibrated, calibrated};
 use super::control::{control, plain};
@@ -110,7 +112,7 @@ impl Run<'_> {
         });
         // Masks among the buffers of other parts may well hold infinities.
         let (bad, elsewhere): (Vec<_>, Vec<_>) =
-            model.checkpoint().non_finite().into_iter().partition(|found| model.reads(&found.tensor));
+            model.checkpoint().non_finite().into_iter().partition(|found| model.config.reads(&found.tensor));
         for found in elsewhere {
             self.printer.warn(format!(
                 "tensor `{}`, which is only copied, holds {} values that are not finite",
@@ -143,6 +145,9 @@ impl Run<'_> {
         report_as(folder.path(), &target);
         let shards =
             plan_shards(artifact::specs(model, &modules, &*layout, self.method.kv_cache), self.max_shard_bytes());
+        if self.output.overwrite {
+            artifact::refuse_collisions(folder.target(), &shards, model, &*layout)?;
+        }
         // The blocks stand in the work folder until the artifact is whole.
         let needed = planned_bytes(&shards)? * 2 + (16 << 20);
         require_space(folder.path(), needed.saturating_sub(Work::held_bytes(&target)?))?;
@@ -260,6 +265,7 @@ impl Run<'_> {
         };
         // Only what has passed gets the name, and takes the place of an older artifact.
         let phase = Instant::now();
+        artifact::refuse_changed(&self.output, folder.target())?;
         folder.commit()?;
         work.remove()?;
         let writing = writing + phase.elapsed().as_secs_f64();
@@ -275,6 +281,7 @@ impl Run<'_> {
             reports,
             transforms,
             tensors: layout_bytes,
+            unread: original.unread.clone(),
             seconds: json!({"preparing": prepared, "quantizing": quantizing, "of_which_solving": solving, "writing": writing, "measuring": measuring}),
         };
         self.conclude(&summary, before.zip(after), control)
@@ -351,7 +358,12 @@ impl Run<'_> {
             return Ok(target);
         }
         match (self.output.overwrite, artifact::is_ours(&target)) {
-            (true, true) => Ok(target),
+            (true, true) => {
+                artifact::refuse_changed(&self.output, &target)?;
+                Ok(target)
+            }
+            // What a recipe's damaged artifact left; the rest of the folder stays.
+            (true, false) if self.output.resume_same && target.is_dir() => Ok(target),
             (true, false) => {
                 bail!("`{}` exists and holds no artifact of quantkit; it will not be replaced", target.display())
             }
@@ -490,7 +502,7 @@ impl Run<'_> {
 fn read_back(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let failed = |why: String| anyhow::Error::from(CheckFailed(why));
     let artifact =
-        open(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
+        open_made(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     let wrong = verify_manifest(dir).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     match wrong.first() {
         Some(wrong) => Err(failed(format!("the artifact on disk is not what was written: {wrong}"))),

@@ -242,6 +242,8 @@ pub struct Plan {
     pub kv_cache: Option<KvScales>,
     /// The linears of the decoder blocks, those left in floating point included.
     pub modules: Vec<Module>,
+    /// Linears with a bias that the config does not ask for.
+    pub unasked: Vec<String>,
 }
 
 /// One linear of a [`Plan`].
@@ -293,6 +295,11 @@ pub fn check(consumer: &Consumer, plan: &Plan) -> Vec<Refusal> {
     }
     if plan.kv_cache == Some(KvScales::Head) && !consumer.head_scales {
         refused.push(("cache scales of each head are not taken; one a layer is: `--kv-cache fp8`".into(), vec![]));
+    }
+    if !plan.unasked.is_empty() {
+        // All of these engines build linears by the config, and pass over a bias that no linear has a place for.
+        let why = "biases that config.json does not ask for are left out".into();
+        refused.push((why, plan.unasked.clone()));
     }
     refused.into_iter().map(|(why, modules)| Refusal { consumer: consumer.title, modules, why }).collect()
 }
@@ -361,7 +368,15 @@ mod tests {
         let modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
             .map(|name| module(name, 1024, 1024, scheme))
             .to_vec();
-        Plan { scheme, kind: Kind::Gptq { version, desc_act }, heads: 8, kv_heads: 8, kv_cache: None, modules }
+        Plan {
+            scheme,
+            kind: Kind::Gptq { version, desc_act },
+            heads: 8,
+            kv_heads: 8,
+            kv_cache: None,
+            modules,
+            unasked: vec![],
+        }
     }
 
     #[test]

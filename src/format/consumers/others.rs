@@ -268,7 +268,15 @@ mod tests {
             cols,
             scheme,
         });
-        Plan { scheme: scheme(8, -1, true), kind, heads: 8, kv_heads: 8, kv_cache: None, modules: modules.collect() }
+        Plan {
+            scheme: scheme(8, -1, true),
+            kind,
+            heads: 8,
+            kv_heads: 8,
+            kv_cache: None,
+            modules: modules.collect(),
+            unasked: vec![],
+        }
     }
 
     /// Columns: vllm-0.33, vllm-0.10, sglang-0.5, transformers-5, gptqmodel-7.

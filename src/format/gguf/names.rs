@@ -6,6 +6,7 @@ use std::f64::consts::PI;
 use thiserror::Error;
 
 use crate::model::families::{FAMILIES, Family};
+use crate::model::presence::is_buffer;
 
 /// How one `general.architecture` stores a family.
 #[derive(Debug, PartialEq, Eq)]
@@ -15,14 +16,20 @@ pub struct Architecture {
     model_types: &'static [&'static str],
     /// Query and key rows are in the order of a rope that turns neighbours, not halves.
     pub interleaved: bool,
+    /// Linears whose biases llama.cpp loads. It refuses a file with a tensor that it does not load.
+    biases: &'static [&'static str],
 }
+
+// llama.cpp, src/llama-model.cpp: create_tensor_qkv; src/models/{llama,qwen2,qwen3,gemma3}.cpp: load_arch_tensors.
+const QKV: &[&str] = &["attn_q", "attn_k", "attn_v"];
+const ALL_LINEARS: &[&str] = &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"];
 
 /// Every architecture of the families that are run: one row each.
 pub const ARCHITECTURES: &[Architecture] = &[
-    Architecture { name: "llama", model_types: &["llama", "mistral"], interleaved: true },
-    Architecture { name: "qwen2", model_types: &["qwen2"], interleaved: false },
-    Architecture { name: "qwen3", model_types: &["qwen3"], interleaved: false },
-    Architecture { name: "gemma3", model_types: &["gemma3_text", "gemma3"], interleaved: false },
+    Architecture { name: "llama", model_types: &["llama", "mistral"], interleaved: true, biases: ALL_LINEARS },
+    Architecture { name: "qwen2", model_types: &["qwen2"], interleaved: false, biases: QKV },
+    Architecture { name: "qwen3", model_types: &["qwen3"], interleaved: false, biases: QKV },
+    Architecture { name: "gemma3", model_types: &["gemma3_text", "gemma3"], interleaved: false, biases: QKV },
 ];
 
 /// Why a tensor or a model has no place.
@@ -82,6 +89,15 @@ const PREFIXES: [&str; 4] = ["language_model.model.", "model.language_model.", "
 const OTHER_PARTS: [&str; 4] =
     ["vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."];
 
+/// A part of Hugging Face tensor names that `text` holds, such as `down_proj`, and what GGUF has for it.
+pub fn hugging_face_part(text: &str) -> Option<(&'static str, &'static str)> {
+    let all = BLOCK.iter().chain(PLAIN_NORMS).chain(SANDWICH_NORMS).chain(MODEL);
+    let parts = all.map(|(hf, gguf)| (hf.rsplit('.').next().unwrap_or(hf), *gguf));
+    // `norm`, and `q_norm` of `attn_q_norm`, are parts of names in GGUF as well.
+    let found = parts.filter(|(part, gguf)| !gguf.contains(part) && text.contains(part));
+    found.max_by_key(|(part, _)| part.len())
+}
+
 impl Architecture {
     /// The architecture a family is stored as.
     pub fn of(family: &Family) -> Result<&'static Self, NameError> {
@@ -114,8 +130,7 @@ impl Architecture {
     /// The name in a file of a checkpoint's tensor; `None` for what files leave out: buffers that are computed, and
     /// parts of multimodal models that see or hear.
     pub fn to_gguf(&self, tensor: &str) -> Result<Option<String>, NameError> {
-        let buffers = [".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"];
-        if buffers.iter().any(|end| tensor.ends_with(end)) || OTHER_PARTS.iter().any(|part| tensor.starts_with(part)) {
+        if is_buffer(tensor) || OTHER_PARTS.iter().any(|part| tensor.starts_with(part)) {
             return Ok(None);
         }
         let unknown = || NameError::Tensor { tensor: tensor.into(), architecture: self.name };
@@ -156,6 +171,23 @@ impl Architecture {
             },
         };
         if matches!(kind, "weight" | "bias") { Ok(Some(named)) } else { Err(unknown()) }
+    }
+
+    /// Why llama.cpp would refuse a file with these tensors, named as in a file: it takes fewer biases than are stored.
+    pub fn refused_biases<'a>(&self, tensors: impl IntoIterator<Item = &'a str>) -> Option<String> {
+        let taken = |tensor: &&str| {
+            let linear = tensor.strip_suffix(".bias").and_then(|module| module.rsplit('.').next());
+            linear.is_none_or(|linear| self.biases.contains(&linear))
+        };
+        let mut refused = tensors.into_iter().filter(|tensor| !taken(tensor));
+        let first = refused.next()?;
+        Some(format!(
+            "for the architecture `{}` llama.cpp takes biases of {} only, and refuses a file with others: {} (first \
+             `{first}`)",
+            self.name,
+            self.biases.join(", "),
+            1 + refused.count()
+        ))
     }
 
     /// What is done to the values of a tensor, named as in a file, on the way there; the inverse on the way back.

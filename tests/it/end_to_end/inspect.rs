@@ -44,7 +44,7 @@ fn inspect(scene: &Scene, path: &str) -> Value {
     let before = scene.listing();
     let found = scene.run(&["inspect", path, "--json"]).ok().json();
     let keys: Vec<&String> = found.as_object().unwrap().keys().collect();
-    assert_eq!(keys, [&KEYS[..], &["warnings"]].concat());
+    assert_eq!(keys, [&KEYS[..], &["unread_tensors", "warnings"]].concat());
     let text = scene.run(&["inspect", path]).ok();
     assert!(text.stdout.contains("architecture"), "{}", text.stdout);
     assert_eq!(scene.listing(), before);

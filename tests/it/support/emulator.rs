@@ -21,7 +21,7 @@ const FAST: &[(&str, &[&str])] =
 /// Out-of-range indices of static arrays, misaligned vectors, and accesses to shared memory that no barrier orders; the
 /// emulator has the functions that the instrumentation calls.
 const CHECKED: &[&str] =
-    &["-fsanitize=bounds,alignment", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"];
+    &["-O1", "-fsanitize=bounds,alignment", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"];
 
 /// Whether the tests use the machine's GPU.
 pub fn on_gpu() -> bool {
@@ -166,6 +166,9 @@ fn build(checked: bool) -> Result<PathBuf, String> {
     let work = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-emulator");
     fs::create_dir_all(work.join("objects")).map_err(|e| format!("{}: {e}", work.display()))?;
 
+    // Of several test processes one builds, and the others take what it made.
+    let lock = fs::File::create(work.join("lock")).map_err(|e| format!("{}: {e}", work.display()))?;
+    lock.lock().map_err(|e| format!("{}: {e}", work.display()))?;
     let objects = compile(&units, &common, &work.join("objects"))?;
     let mut all = Sha256::new();
     for object in &objects {
@@ -233,7 +236,7 @@ fn object(unit: &Unit, common: &Sha256, objects: &Path) -> Result<PathBuf, Strin
     if object.is_file() {
         return Ok(object);
     }
-    // Other test processes may build the same: each writes a file of its own and renames it.
+    // Written under another name first: a build that is interrupted leaves no half of an object.
     let scratch = objects.join(format!("{}-{}.cpp", unit.name, std::process::id()));
     let unfinished = scratch.with_extension("o");
     let mut source = &unit.source;
