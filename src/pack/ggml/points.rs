@@ -5,7 +5,7 @@ use half::f16;
 use super::codebook::{self, Codebook};
 use super::search::positive;
 use crate::num::lanes::{Lanes, Scalar, Simd};
-use crate::num::simd::round_wrapping;
+use crate::num::simd::{round, round_wrapping};
 
 /// What sets the types apart.
 struct Rules {
@@ -90,16 +90,13 @@ fn attempt<S: Simd, const SIZE: usize, const GROUP: usize>(
         Tries { points: [[0; 8]; LANES], exact: [[true; 8]; LANES], along: [0.0; LANES], square: [0.0; LANES] };
     let (groups, group_roots) = (x.as_chunks::<GROUP>().0, roots.as_chunks::<GROUP>().0);
     let group_weights = weights.as_chunks::<GROUP>().0;
+    let largest = |all: &[f32]| all.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+    let ordinary = largest(x) * largest(inverse) < 4e6;
     for k in 0..SIZE / GROUP {
-        let mut codes = [0.0f32; LANES];
-        for i in (0..GROUP).rev() {
-            for lane in 0..LANES {
-                let level = round_wrapping(0.5 * (inverse[lane] * groups[k][i] - 1.0));
-                let level = if level > 0.0 { level } else { 0.0 };
-                let level = if level < top { level } else { top };
-                codes[lane] = codes[lane] * unit + level;
-            }
-        }
+        let codes = match ordinary {
+            true => level_codes(&groups[k], inverse, unit, top, round),
+            false => level_codes(&groups[k], inverse, unit, top, round_wrapping),
+        };
         let mut levels = [[0.0f32; LANES]; GROUP];
         for (lane, &scale) in scales.iter().enumerate() {
             let code = codes[lane] as usize;
@@ -119,6 +116,27 @@ fn attempt<S: Simd, const SIZE: usize, const GROUP: usize>(
         }
     }
     tries
+}
+
+/// The numbers of a group's combinations of levels at each scale.
+#[inline(always)]
+fn level_codes<const GROUP: usize>(
+    x: &[f32; GROUP],
+    inverse: &[f32; LANES],
+    unit: f32,
+    top: f32,
+    round: impl Fn(f32) -> f32,
+) -> [f32; LANES] {
+    let mut codes = [0.0f32; LANES];
+    for i in (0..GROUP).rev() {
+        for lane in 0..LANES {
+            let level = round(0.5 * (inverse[lane] * x[i] - 1.0));
+            let level = if level > 0.0 { level } else { 0.0 };
+            let level = if level < top { level } else { top };
+            codes[lane] = codes[lane] * unit + level;
+        }
+    }
+    codes
 }
 
 /// The two sums for given points.
