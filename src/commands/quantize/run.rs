@@ -172,7 +172,6 @@ impl Run<'_> {
         };
         let record = json!({"tool": env!("CARGO_PKG_VERSION"), "recipe": recipe, "source": source_files});
         let work::Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.resume())?;
-        report_as(work.dir(), &target);
         if self.output.resume && !resumed {
             printer.note("--resume: no earlier run is there; starting from the first block");
         }
