@@ -143,6 +143,7 @@ impl Run<'_> {
         let folder =
             if self.output.overwrite { OutputFolder::replace(&target)? } else { OutputFolder::create(&target)? };
         report_as(folder.path(), &target);
+        report_as(folder.target(), &target);
         let shards =
             plan_shards(artifact::specs(model, &modules, &*layout, self.method.kv_cache), self.max_shard_bytes());
         if self.output.overwrite {
