@@ -296,10 +296,12 @@ pub fn check(consumer: &Consumer, plan: &Plan) -> Vec<Refusal> {
     if plan.kv_cache == Some(KvScales::Head) && !consumer.head_scales {
         refused.push(("cache scales of each head are not taken; one a layer is: `--kv-cache fp8`".into(), vec![]));
     }
-    if !plan.unasked.is_empty() {
-        // All of these engines build linears by the config, and pass over a bias that no linear has a place for.
-        let why = "biases that config.json does not ask for are left out".into();
-        refused.push((why, plan.unasked.clone()));
+    if let Some(first) = plan.unasked.first() {
+        // All of these engines build linears by the config, and pass over a bias that no linear has a place for. Of the
+        // artifact as a whole: a linear in floating point loses its bias as well.
+        let count = plan.unasked.len();
+        let why = format!("biases that config.json does not ask for are left out: {count} linears, first `{first}`");
+        refused.push((why, vec![]));
     }
     refused.into_iter().map(|(why, modules)| Refusal { consumer: consumer.title, modules, why }).collect()
 }
