@@ -3,8 +3,10 @@
 use crate::cli::print::Printer;
 use crate::model::Model;
 
-/// Tokens from which on statistics of single channels are steady.
+/// Tokens from which on statistics of single channels are steady, and those from which on the ranges of heads are, each of
+/// which has many channels.
 const ENOUGH: usize = 4096;
+const ENOUGH_FOR_HEADS: usize = 2048;
 
 /// What is found by calibration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +15,8 @@ pub enum Found {
     Hessians,
     /// Scales, ranges and importance of channels.
     Statistics,
+    /// Scales of a key-value cache alone.
+    CacheScales,
 }
 
 /// Warns where `tokens` are too few; `remedy` says how to have more.
@@ -25,11 +29,12 @@ pub fn warn(model: &Model, tokens: usize, found: Found, remedy: &str, printer: P
 }
 
 fn why(tokens: usize, inputs: usize, found: Found) -> Option<String> {
+    let enough = if found == Found::CacheScales { ENOUGH_FOR_HEADS } else { ENOUGH };
     match found {
         Found::Hessians if tokens < inputs => Some(format!(
             "the widest linear has {inputs} inputs, so that its Hessian has a rank of {tokens} at most and the rest is damping"
         )),
-        _ if tokens < ENOUGH => Some(format!("what is found on fewer than {ENOUGH} varies with the text")),
+        _ if tokens < enough => Some(format!("what is found on fewer than {enough} varies with the text")),
         _ => None,
     }
 }
@@ -48,5 +53,7 @@ mod tests {
         assert_eq!(why(8191, 8192, Found::Statistics), None);
         assert!(why(64, 8192, Found::Statistics).is_some());
         assert_eq!(why(4096, 704, Found::Hessians), None);
+        assert!(why(2047, 704, Found::CacheScales).is_some_and(|why| why.contains("fewer than 2048")));
+        assert_eq!(why(2048, 704, Found::CacheScales), None);
     }
 }

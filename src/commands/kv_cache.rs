@@ -103,7 +103,7 @@ pub fn calibrated(
     let windows = calibration(runnable, bos)?;
     let tokens = windows.iter().map(|window| window.tokens.len()).sum();
     let remedy = "store scales with the model: quantize it with `--kv-cache fp8` and a larger --nsamples";
-    few_tokens::warn(&runnable.model, tokens, Found::Statistics, remedy, printer);
+    few_tokens::warn(&runnable.model, tokens, Found::CacheScales, remedy, printer);
     let mut steps = printer.steps("cache: scales", 0);
     Ok(cache_error::calibrated(&runnable.model, &windows, wanted, &mut |done, total| {
         steps.set(done as u64, total as u64);

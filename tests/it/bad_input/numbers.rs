@@ -214,7 +214,7 @@ fn calibration_on_a_handful_of_tokens_warns_once() {
     warned(&[&gguf[..], &["-o", "i.gguf", "--error-feedback", "--imatrix", "auto"], &chunks].concat(), &["rank of 64"]);
     warned(&[&["imatrix", "model", "-o", "j.gguf"], &chunks[..]].concat(), &["64 tokens", "fewer than 4096"]);
     let kv = ["eval", "kv", "model", "--kv-cache-dtype", "int8", "--text", "eval.txt", "--window", "32"];
-    warned(&[&kv[..], &["--max-windows", "1"]].concat(), &["fewer than 4096", "`--kv-cache fp8`"]);
+    warned(&[&kv[..], &["--max-windows", "1"]].concat(), &["fewer than 2048", "`--kv-cache fp8`"]);
     let enough =
         ["gptq", "model", "-o", "k", "--calib", "calib.txt", "--group-size", "32", "--nsamples", "64", "--no-eval"];
     let ran = scene.run(&[&enough[..], &["--seqlen", "64"]].concat()).ok();
