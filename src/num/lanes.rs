@@ -8,6 +8,9 @@ pub use pulp::{Scalar, Simd, WithSimd};
 /// 1.5 * 2^23: adding it puts an integer into the lowest bits.
 const ROUND: f32 = 12_582_912.0;
 
+/// 2^23: from here on the fraction bits of a float count ones.
+const INTEGERS: f32 = 8_388_608.0;
+
 /// A number for each lane.
 #[derive(Clone, Copy)]
 pub struct Lanes<S: Simd> {
@@ -96,10 +99,27 @@ impl<S: Simd> Lanes<S> {
         Self { v: self.simd.sqrt_f32s(self.v), ..self }
     }
 
-    /// The nearest integer, ties to even, for magnitudes below 2^22.
+    /// The nearest integer, ties to even, for magnitudes below 2^22. For all others what ggml computes: the low 23 bits
+    /// of the sum with 1.5 * 2^23, less 2^22; infinities give -2^22, NaN 0.
     #[inline(always)]
     pub fn round(self) -> Self {
-        (self + self.with(ROUND)) - self.with(ROUND)
+        self.shifted(0x007f_ffff) - self.with(ROUND)
+    }
+
+    /// The lowest byte of an integer below 2^22, negative ones in two's complement, as a number.
+    #[inline(always)]
+    pub fn byte(self) -> Self {
+        self.shifted(0xff) - self.with(INTEGERS)
+    }
+
+    /// Some of the low bits of the sum with [`ROUND`], which hold the integer, counted from 2^23.
+    #[inline(always)]
+    fn shifted(self, mask: u32) -> Self {
+        let simd = self.simd;
+        let bits = simd.transmute_u32s_f32s((self + self.with(ROUND)).v);
+        let low = simd.and_u32s(bits, simd.splat_u32s(mask));
+        let v = simd.or_u32s(low, simd.splat_u32s(INTEGERS.to_bits()));
+        Self { v: simd.transmute_f32s_u32s(v), ..self }
     }
 
     /// The lowest byte of an integer below 2^22, negative ones in two's complement, for each lane.

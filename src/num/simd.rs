@@ -29,6 +29,13 @@ pub fn round(x: f32) -> f32 {
     (x + ROUND) - ROUND
 }
 
+/// As [`round`], and for all other numbers what ggml's rounding gives, which takes the low 23 bits of the sum for the
+/// integer: -2^22 for infinities, 0 for NaN.
+#[inline(always)]
+pub fn round_wrapping(x: f32) -> f32 {
+    f32::from_bits((x + ROUND).to_bits() & 0x007f_ffff | 0x4b00_0000) - ROUND
+}
+
 /// e^x within 2 units in the last place; 0 below -87 and the largest finite power above 88.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {

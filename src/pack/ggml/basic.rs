@@ -4,7 +4,7 @@ use super::blocks::{Blocks, Encoded, four};
 use super::search::{IMPORTANT, affine, each, extreme, ratio, symmetric};
 use crate::num::ggml::basic::{MXFP4_LEVELS, mxfp4_scale};
 use crate::num::ggml::ternary::TQ1_GROUPS;
-use crate::num::lanes::{Lanes, Simd};
+use crate::num::lanes::{Lanes, Simd, Truths};
 
 /// The largest integer that is not above `x`.
 #[inline(always)]
@@ -22,6 +22,13 @@ fn round_away<S: Simd>(x: Lanes<S>) -> Lanes<S> {
     up.select(near + one, down.select(near - one, near))
 }
 
+/// Whether a scale is so small that its inverse is infinite. ggml turns the products into integers all the same, of which
+/// x86-64 makes zero; the scale is stored as zero.
+#[inline(always)]
+fn overflown<S: Simd>(inverse: Lanes<S>) -> Truths<S> {
+    inverse.abs().eq(inverse.with(f32::INFINITY))
+}
+
 /// Scale and levels, counted from zero, of a symmetric grid of `2 n` levels.
 #[inline(always)]
 fn symmetric_levels<S: Simd>(blocks: &Blocks<S, 32>, n: i32) -> (Lanes<S>, [Lanes<S>; 32]) {
@@ -32,7 +39,8 @@ fn symmetric_levels<S: Simd>(blocks: &Blocks<S, 32>, n: i32) -> (Lanes<S>, [Lane
             let d = extreme(&blocks.x) / blocks.x[0].with(-n as f32);
             let inverse = ratio(d.with(1.0), d);
             let (middle, top) = (d.with(n as f32 + 0.5), d.with((2 * n - 1) as f32));
-            (d, each!(d, |i| floor(blocks.x[i] * inverse + middle).min(top)))
+            let none = overflown(inverse);
+            (d, each!(d, |i| none.select(d.with(0.0), floor(blocks.x[i] * inverse + middle).min(top))))
         }
     }
 }
@@ -112,6 +120,8 @@ pub fn q8_0<S: Simd>(blocks: &Blocks<S, 32>, mut out: Encoded<34>) {
     }
 }
 
+/// Where the exponent would be below zero, which ggml lets wrap into a huge scale or the code that MX keeps for NaN, it is
+/// zero here: such blocks, below 2^-125, are not ggml's bytes.
 #[inline(always)]
 pub fn mxfp4<S: Simd>(blocks: &Blocks<S, 32>, mut out: Encoded<17>) {
     // The largest value lies below 8 units of the scale, twice the last power of two among the levels.
@@ -141,7 +151,8 @@ pub fn mxfp4<S: Simd>(blocks: &Blocks<S, 32>, mut out: Encoded<17>) {
 fn ternary_levels<S: Simd>(blocks: &Blocks<S, 256>) -> (Lanes<S>, [Lanes<S>; 256]) {
     let d = extreme(&blocks.x).abs();
     let inverse = ratio(d.with(1.0), d);
-    (d, each!(d, |i| round_away(blocks.x[i] * inverse) + d.with(1.0)))
+    let none = overflown(inverse);
+    (d, each!(d, |i| none.select(d.with(0.0), round_away(blocks.x[i] * inverse)) + d.with(1.0)))
 }
 
 #[inline(always)]

@@ -11,7 +11,7 @@ use super::codebook::{self, Codebook};
 use super::points::{sum_of_squares, weights};
 use crate::num::ggml::IQ1_SHIFT;
 use crate::num::lanes::Simd;
-use crate::num::simd::round;
+use crate::num::simd::round_wrapping;
 
 /// Values of the three levels, shifted up and shifted down.
 const UP: [f32; 3] = [-1.0 + IQ1_SHIFT, IQ1_SHIFT, 1.0 + IQ1_SHIFT];
@@ -159,7 +159,7 @@ fn search<S: Simd, const SIZE: usize>(
     found
 }
 
-/// Searches all blocks; with the largest scale, `None` when that is zero.
+/// Searches all blocks; with the largest scale, which is zero where all are empty.
 #[inline(always)]
 fn blocks<S: Simd, const SIZE: usize, const COUNT: usize>(
     simd: S,
@@ -167,7 +167,7 @@ fn blocks<S: Simd, const SIZE: usize, const COUNT: usize>(
     weights: &[f32; 256],
     tiny: f32,
     split: impl Fn(&[f32; SIZE], &[f32; SIZE], &[usize; SIZE]) -> Best + Copy,
-) -> Option<([Found; COUNT], f32)> {
+) -> ([Found; COUNT], f32) {
     let (x, weights) = (x.as_chunks::<SIZE>().0, weights.as_chunks::<SIZE>().0);
     let mut found = [EMPTY; COUNT];
     let mut most = 0.0f32;
@@ -175,25 +175,26 @@ fn blocks<S: Simd, const SIZE: usize, const COUNT: usize>(
         found[j] = search(simd, &codebook::IQ1, &x[j], &weights[j], tiny, split);
         most = most.max(found[j].scale);
     }
-    (most > 0.0).then_some((found, most))
+    (found, most)
 }
 
 /// The 3-bit code of a scale, given the inverse of the factor.
 #[inline(always)]
 fn code(inverse: f32, scale: f32) -> u16 {
-    round(0.5 * (inverse * scale - 1.0)).clamp(0.0, 7.0) as u16
+    round_wrapping(0.5 * (inverse * scale - 1.0)).clamp(0.0, 7.0) as u16
 }
 
 #[inline(always)]
 pub fn iq1_s<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 50]) {
     out.fill(0);
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);
-    let Some((found, most)) = blocks::<S, 32, 8>(simd, x, &weights, 1e-12, split_once) else { return };
+    let (found, most) = blocks::<S, 32, 8>(simd, x, &weights, 1e-12, split_once);
     let d = most / 15.0;
     out[..2].copy_from_slice(&f16::from_f32(d * 1.125).to_le_bytes());
     let inverse = 1.0 / d;
     for (j, found) in found.iter().enumerate() {
-        let mut high = (code(inverse, found.scale) | (found.down[0] as u16) << 3) << 12;
+        // Without any scale ggml still writes the points.
+        let mut high = if most > 0.0 { (code(inverse, found.scale) | (found.down[0] as u16) << 3) << 12 } else { 0 };
         for k in 0..4 {
             out[2 + 4 * j + k] = found.points[k] as u8;
             high |= (found.points[k] >> 8) << (3 * k);
@@ -206,7 +207,15 @@ pub fn iq1_s<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: 
 pub fn iq1_m<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 56]) {
     out.fill(0);
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);
-    let Some((found, most)) = blocks::<S, 16, 16>(simd, x, &weights, 1e-7, split_halves) else { return };
+    let (found, most) = blocks::<S, 16, 16>(simd, x, &weights, 1e-7, split_halves);
+    if most == 0.0 {
+        // Without any scale ggml still writes the points.
+        for (j, point) in found.iter().flat_map(|found| &found.points[..2]).enumerate() {
+            out[j] = *point as u8;
+            out[32 + j / 2] |= ((point >> 8) as u8) << (4 * (j % 2));
+        }
+        return;
+    }
     let inverse = 1.0 / (most / 15.0);
     let mut words = [0u16; 4];
     let (mut along, mut square) = (0.0, 0.0);

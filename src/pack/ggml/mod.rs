@@ -55,6 +55,18 @@ pub fn encode(kind: GgmlType, values: &[f32], cols: usize, importance: Option<&[
     Ok(out)
 }
 
+/// Whether the encoder of a type weighs errors by importance.
+pub fn uses_importance(kind: GgmlType) -> bool {
+    use GgmlType::*;
+    !matches!(kind, F32 | F16 | BF16 | Q8_0 | TQ1_0 | TQ2_0 | MXFP4)
+}
+
+/// Whether a type is not encoded without importance.
+pub fn requires_importance(kind: GgmlType) -> bool {
+    use GgmlType::*;
+    matches!(kind, IQ1_S | IQ2_XXS | IQ2_XS)
+}
+
 /// Bytes of an encoded matrix.
 fn needed(kind: GgmlType, values: usize, cols: usize) -> Result<usize, EncodeError> {
     let row = kind.row_bytes(cols).ok_or(EncodeError::Columns { kind, block: kind.block(), cols })?;
@@ -88,11 +100,10 @@ pub fn encode_into(
         }
     }
     use GgmlType::*;
-    if importance.is_none() && matches!(kind, IQ1_S | IQ2_XXS | IQ2_XS) {
+    if importance.is_none() && requires_importance(kind) {
         return Err(EncodeError::NeedsImportance { kind });
     }
-    let matrix = Matrix { values, cols, importance };
-    let plain = Matrix { importance: None, ..matrix };
+    let matrix = Matrix { values, cols, importance: importance.filter(|_| uses_importance(kind)) };
     match kind {
         F32 => matrix.numbers(out, f32::to_le_bytes),
         F16 => matrix.numbers(out, |x| half::f16::from_f32(x).to_le_bytes()),
@@ -101,7 +112,7 @@ pub fn encode_into(
         Q4_1 => matrix.lanes(out, Q41),
         Q5_0 => matrix.lanes(out, Q50),
         Q5_1 => matrix.lanes(out, Q51),
-        Q8_0 => plain.lanes(out, Q80),
+        Q8_0 => matrix.lanes(out, Q80),
         Q2_K => matrix.lanes(out, Q2K),
         Q3_K => matrix.lanes(out, Q3K),
         Q4_K => matrix.lanes(out, Q4K),
@@ -109,9 +120,9 @@ pub fn encode_into(
         Q6_K => matrix.lanes(out, Q6K),
         IQ4_NL => matrix.lanes(out, Iq4Nl),
         IQ4_XS => matrix.lanes(out, Iq4Xs),
-        TQ1_0 => plain.lanes(out, Tq1),
-        TQ2_0 => plain.lanes(out, Tq2),
-        MXFP4 => plain.lanes(out, Mxfp4),
+        TQ1_0 => matrix.lanes(out, Tq1),
+        TQ2_0 => matrix.lanes(out, Tq2),
+        MXFP4 => matrix.lanes(out, Mxfp4),
         IQ2_XXS => matrix.points(out, Iq2Xxs),
         IQ2_XS => matrix.points(out, Iq2Xs),
         IQ2_S => matrix.points(out, Iq2S),

@@ -5,7 +5,7 @@ use half::f16;
 use super::codebook::{self, Codebook};
 use super::search::positive;
 use crate::num::lanes::{Lanes, Scalar, Simd};
-use crate::num::simd::round;
+use crate::num::simd::{round, round_wrapping};
 
 /// What sets the types apart.
 struct Rules {
@@ -23,6 +23,8 @@ struct Rules {
     free: bool,
     /// At the end every group moves to the point for the final scale, not only those without an exact point.
     all: bool,
+    /// Points and signs are written even where all scales are zero.
+    kept: bool,
 }
 
 /// A block of `SIZE` values: its scale, the points of its groups, the signs of its eights.
@@ -88,16 +90,13 @@ fn attempt<S: Simd, const SIZE: usize, const GROUP: usize>(
         Tries { points: [[0; 8]; LANES], exact: [[true; 8]; LANES], along: [0.0; LANES], square: [0.0; LANES] };
     let (groups, group_roots) = (x.as_chunks::<GROUP>().0, roots.as_chunks::<GROUP>().0);
     let group_weights = weights.as_chunks::<GROUP>().0;
+    let largest = |all: &[f32]| all.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+    let ordinary = largest(x) * largest(inverse) < 4e6;
     for k in 0..SIZE / GROUP {
-        let mut codes = [0.0f32; LANES];
-        for i in (0..GROUP).rev() {
-            for lane in 0..LANES {
-                let level = round(0.5 * (inverse[lane] * groups[k][i] - 1.0));
-                let level = if level > 0.0 { level } else { 0.0 };
-                let level = if level < top { level } else { top };
-                codes[lane] = codes[lane] * unit + level;
-            }
-        }
+        let codes = match ordinary {
+            true => level_codes(&groups[k], inverse, unit, top, round),
+            false => level_codes(&groups[k], inverse, unit, top, round_wrapping),
+        };
         let mut levels = [[0.0f32; LANES]; GROUP];
         for (lane, &scale) in scales.iter().enumerate() {
             let code = codes[lane] as usize;
@@ -117,6 +116,27 @@ fn attempt<S: Simd, const SIZE: usize, const GROUP: usize>(
         }
     }
     tries
+}
+
+/// The numbers of a group's combinations of levels at each scale.
+#[inline(always)]
+fn level_codes<const GROUP: usize>(
+    x: &[f32; GROUP],
+    inverse: &[f32; LANES],
+    unit: f32,
+    top: f32,
+    round: impl Fn(f32) -> f32,
+) -> [f32; LANES] {
+    let mut codes = [0.0f32; LANES];
+    for i in (0..GROUP).rev() {
+        for lane in 0..LANES {
+            let level = round(0.5 * (inverse[lane] * x[i] - 1.0));
+            let level = if level > 0.0 { level } else { 0.0 };
+            let level = if level < top { level } else { top };
+            codes[lane] = codes[lane] * unit + level;
+        }
+    }
+    codes
 }
 
 /// The two sums for given points.
@@ -232,7 +252,7 @@ pub fn sum_of_squares(x: &[f32; 256]) -> f32 {
 }
 
 /// Searches the blocks, writes the common scale times `gain`, and returns the blocks with the codes of their scales;
-/// `None` when all are empty.
+/// `None` when nothing but zeros is to be written.
 #[inline(always)]
 fn blocks<S: Simd, const SIZE: usize, const GROUP: usize, const COUNT: usize>(
     simd: S,
@@ -250,14 +270,14 @@ fn blocks<S: Simd, const SIZE: usize, const GROUP: usize, const COUNT: usize>(
         most = most.max(found[j].scale);
     }
     out.fill(0);
-    if most == 0.0 {
+    if most == 0.0 && !rules.kept {
         return None;
     }
     let d = most / 31.0;
     out[..2].copy_from_slice(&f16::from_f32(d * gain).to_le_bytes());
     let inverse = 1.0 / d;
     Some(found.map(|found| {
-        let code = round(0.5 * (inverse * found.scale - 1.0)).clamp(0.0, 15.0) as u8;
+        let code = round_wrapping(0.5 * (inverse * found.scale - 1.0)).clamp(0.0, 15.0) as u8;
         (found, code)
     }))
 }
@@ -272,7 +292,8 @@ fn word(found: &Found, code: u8) -> [u8; 4] {
 #[inline(always)]
 pub fn iq2_xxs<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 66]) {
     let book = &codebook::IQ2_XXS;
-    let rules = Rules { book, levels: 3, tries: 6, step: 0.1, tiny: 1e-15, seven: true, free: true, all: true };
+    let rules =
+        Rules { book, levels: 3, tries: 6, step: 0.1, tiny: 1e-15, seven: true, free: true, all: true, kept: false };
     let weights = weights(x, importance, sum_of_squares(x) / 256.0, |square| square);
     let Some(blocks) = blocks::<S, 32, 8, 8>(simd, &rules, x, &weights, 1.0, out) else { return };
     for (j, (found, code)) in blocks.iter().enumerate() {
@@ -286,7 +307,8 @@ pub fn iq2_xxs<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out
 #[inline(always)]
 pub fn iq2_xs<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 74]) {
     let book = &codebook::IQ2_XS;
-    let rules = Rules { book, levels: 3, tries: 9, step: 0.1, tiny: 1e-15, seven: true, free: false, all: false };
+    let rules =
+        Rules { book, levels: 3, tries: 9, step: 0.1, tiny: 1e-15, seven: true, free: false, all: false, kept: false };
     let weights = weights(x, importance, sum_of_squares(x) / 256.0, |square| square);
     let Some(blocks) = blocks::<S, 16, 8, 16>(simd, &rules, x, &weights, 1.0, out) else { return };
     for (j, (found, code)) in blocks.iter().enumerate() {
@@ -301,7 +323,8 @@ pub fn iq2_xs<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out:
 #[inline(always)]
 pub fn iq2_s<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 82]) {
     let book = &codebook::IQ2_S;
-    let rules = Rules { book, levels: 3, tries: 9, step: 0.1, tiny: 1e-8, seven: false, free: false, all: false };
+    let rules =
+        Rules { book, levels: 3, tries: 9, step: 0.1, tiny: 1e-8, seven: false, free: false, all: false, kept: true };
     let spread = 2.0 * sum_of_squares(x) / 256.0;
     let weights = weights(x, importance, spread, |square| 0.25 * spread + square);
     let Some(blocks) = blocks::<S, 16, 8, 16>(simd, &rules, x, &weights, 0.9875, out) else { return };
@@ -319,7 +342,8 @@ pub fn iq2_s<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: 
 #[inline(always)]
 pub fn iq3_xxs<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 98]) {
     let book = &codebook::IQ3_XXS;
-    let rules = Rules { book, levels: 8, tries: 15, step: 0.2, tiny: 1e-8, seven: true, free: false, all: false };
+    let rules =
+        Rules { book, levels: 8, tries: 15, step: 0.2, tiny: 1e-8, seven: true, free: false, all: false, kept: false };
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);
     let Some(blocks) = blocks::<S, 32, 4, 8>(simd, &rules, x, &weights, 1.0125, out) else { return };
     for (j, (found, code)) in blocks.iter().enumerate() {
@@ -330,10 +354,13 @@ pub fn iq3_xxs<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out
     }
 }
 
+/// ggml 0.25.3 does not skip the places of a run of 32 zeros, so that the points and signs of the runs after it come to
+/// lie where decoders look for earlier ones. Here each run has its place, and such blocks are not ggml's bytes.
 #[inline(always)]
 pub fn iq3_s<S: Simd>(simd: S, x: &[f32; 256], importance: Option<&[f32]>, out: &mut [u8; 110]) {
     let book = &codebook::IQ3_S;
-    let rules = Rules { book, levels: 8, tries: 9, step: 0.2, tiny: 0.0, seven: false, free: false, all: true };
+    let rules =
+        Rules { book, levels: 8, tries: 9, step: 0.2, tiny: 0.0, seven: false, free: false, all: true, kept: true };
     let weights = weights(x, importance, 2.0 * sum_of_squares(x) / 256.0, |square| square);
     let Some(blocks) = blocks::<S, 32, 4, 8>(simd, &rules, x, &weights, 1.033, out) else { return };
     for (j, (found, code)) in blocks.iter().enumerate() {

@@ -133,7 +133,8 @@ fn descend<S: Simd, const N: usize, const SIGNED: bool>(
             let new_square = rest_square + w * new * new;
             let gain = (new_along * new_along * square).gt(along * along * new_square);
             accept = accept & (new.lt(l) | new.gt(l)) & new_square.gt(zero) & gain;
-            levels[i] = accept.select(if SIGNED { new } else { wrapped(new) }, l);
+            // ggml keeps levels that are not signed in bytes, in which negative ones wrap.
+            levels[i] = accept.select(if SIGNED { new } else { new.byte() }, l);
             along = accept.select(new_along, along);
             square = accept.select(new_square, square);
             changed = accept.select(one, changed);
@@ -166,12 +167,6 @@ pub fn symmetric_descent<S: Simd, const N: usize>(x: &[Lanes<S>; N], n: i32) -> 
     (empty.select(zero, ratio(along, square)), levels)
 }
 
-/// ggml keeps levels in bytes, in which negative ones wrap.
-#[inline(always)]
-fn wrapped<S: Simd>(l: Lanes<S>) -> Lanes<S> {
-    l.lt(l.with(0.0)).select(l + l.with(256.0), l)
-}
-
 /// A grid for values that are not negative, such as the scales of sub-blocks: levels 0 to `n`.
 #[inline(always)]
 pub fn positive<S: Simd, const N: usize>(
@@ -187,11 +182,12 @@ pub fn positive<S: Simd, const N: usize>(
     for t in [0, -4, -3, -2, -1, 1, 2, 3, 4] {
         let tried = zero.with(0.1 * t as f32 + n) / most;
         let scale = one / tried;
-        // The first try may exceed the top.
-        let limit = if t == 0 { zero.with(f32::INFINITY) } else { top };
         let mut error = zero;
         for i in 0..N {
-            let difference = x[i] - scale * (tried * x[i]).round().min(limit);
+            let l = (tried * x[i]).round();
+            // ggml keeps the levels of the first try in bytes: that of a negative value counts as 256 more.
+            let l = if t == 0 { l.byte() } else { l.min(top) };
+            let difference = x[i] - scale * l;
             error += weights[i] * difference * difference;
         }
         let better = if t == 0 { zero.eq(zero) } else { error.lt(best) };
@@ -205,10 +201,11 @@ pub fn positive<S: Simd, const N: usize>(
         square += weights[i] * levels[i] * levels[i];
     }
     for l in &mut levels {
-        *l = wrapped(*l);
+        *l = l.byte();
     }
     let (along, square) = descend::<S, N, false>(x, weights, &mut levels, (along, square), (0.0, n));
-    (empty.select(zero, ratio(along, square)), each!(zero, |i| empty.select(zero, levels[i])))
+    let scale = square.gt(zero).select(along / square, zero);
+    (empty.select(zero, scale), each!(zero, |i| empty.select(zero, levels[i])))
 }
 
 /// The tries of [`affine`]: the numerator of the inverse scale is `n + first + step * t`, `t` from 0 to `last`.
