@@ -46,7 +46,7 @@ pub struct GgufArgs {
     #[arg(long, value_name = "TYPE", value_parser = parse_ggml_type)]
     pub token_embedding_type: Option<GgmlType>,
     /// Leave the output head as it is
-    #[arg(long)]
+    #[arg(long, conflicts_with = "output_tensor_type")]
     pub leave_output_tensor: bool,
     /// One type for all tensors, no mixture
     #[arg(long)]

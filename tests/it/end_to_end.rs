@@ -9,6 +9,7 @@ mod divergence;
 mod evaluate;
 mod generate;
 mod gguf;
+mod gguf_options;
 mod inspect;
 mod interruption;
 mod plan;

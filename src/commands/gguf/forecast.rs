@@ -1,14 +1,17 @@
 //! What a file would take, told without it.
 
+use std::path::Path;
+
 use anyhow::Result;
 
 use super::super::device::backend;
 use super::super::open::{locate, open};
 use super::super::quantize::{Effort, Forecast};
-use super::{FEEDBACK_CHUNKS, calibration, choose, described, planned, tensors};
+use super::{FEEDBACK_CHUNKS, calibration, choose, coverage, described, planned, tensors};
 use crate::backend::cuda::CudaOptions;
 use crate::cli::args::GgufArgs;
 use crate::cli::print::Printer;
+use crate::format::gguf::imatrix::Imatrix;
 use crate::format::gguf::names::Architecture;
 use crate::format::gguf::write::{Plan, TensorSpec, quantized_metadata};
 
@@ -21,8 +24,17 @@ pub fn forecast(args: &GgufArgs, printer: Printer) -> Result<Forecast> {
     let architecture = Architecture::of(source.model.config.family)?;
     let (own, rope_factors) = described(&located.dir, args, &source, printer)?;
     let all = tensors::of(&source.model, architecture, rope_factors)?;
-    let choices = choose(&all, &source, architecture, args, args.imatrix.is_some() || args.error_feedback)?;
+    let choices = choose(&all, &source, architecture, args, printer)?;
     let chosen = planned(&all, &choices)?;
+    match args.imatrix.as_deref() {
+        Some("auto") => {}
+        Some(file) => {
+            let imatrix = Imatrix::open(Path::new(file))?;
+            let found = coverage::settle(file, &imatrix, &chosen, args.error_feedback, args.kind)?;
+            found.warnings.iter().for_each(|warning| printer.warn(warning));
+        }
+        None => coverage::require(&chosen, args.error_feedback)?,
+    }
     let specs = chosen.iter().map(|(tensor, kind)| TensorSpec::new(&*tensor.name, *kind, &*tensor.shape)).collect();
     let output = Plan::new(&located.dir, &quantized_metadata(&own, args.kind, None), specs, None)?.bytes();
     let weights: usize = chosen.iter().map(|(tensor, _)| tensor.len()).sum();

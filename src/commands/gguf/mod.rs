@@ -2,6 +2,7 @@
 
 mod calibrated;
 mod convert;
+mod coverage;
 pub mod feedback;
 mod forecast;
 mod importance;
@@ -30,7 +31,9 @@ use crate::format::gguf::imatrix::Imatrix;
 use crate::format::gguf::metadata::{self, describe};
 use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
 use crate::format::gguf::read::GgufFile;
-use crate::format::gguf::select::{Choice, ModelFacts, Options, is_quantized, kept, parse_tensor_type, select};
+use crate::format::gguf::select::{
+    Choice, ModelFacts, Options, is_quantized, kept, not_applied, parse_tensor_type, select,
+};
 use crate::format::gguf::value::Metadata;
 use crate::format::gguf::write::{
     ImportanceNote, Plan, TensorSpec, WriteError, Writer, layer, parse_size, quantized_metadata, require_free,
@@ -71,20 +74,23 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
         bail!("--calib and --chunks are for `--imatrix auto` and `--error-feedback`");
     }
     interrupt::listen();
-    let imatrix = args.imatrix.as_deref().map(|given| given_or_gathered(given, args, &source, printer)).transpose()?;
-
     let model = &source.model;
     let architecture = Architecture::of(model.config.family)?;
-    let (own, rope_factors) = described(&located.dir, args, &source, printer)?;
+    let (mut own, rope_factors) = described(&located.dir, args, &source, printer)?;
     let all = tensors::of(model, architecture, rope_factors)?;
-    let choices = choose(&all, &source, architecture, args, imatrix.is_some() || args.error_feedback)?;
-    let note = imatrix.as_ref().map(|(file, imatrix)| ImportanceNote {
-        file: file.clone(),
-        dataset: imatrix.datasets.first().cloned(),
-        entries: imatrix.entries.len() as u32,
-        chunks: imatrix.chunks,
-    });
+    let choices = choose(&all, &source, architecture, args, printer)?;
     let planned = planned(&all, &choices)?;
+    let imatrix = importance(args, &source, &planned, printer)?;
+    if planned.iter().any(|(tensor, kind)| tensor.stored != *kind) {
+        // What the source says of its importance is not true of this file.
+        own.retain(|key| !key.starts_with("quantize.imatrix."));
+    }
+    let note = imatrix.as_ref().map(|given| ImportanceNote {
+        file: given.file.clone(),
+        dataset: given.imatrix.datasets.first().cloned(),
+        entries: given.used as u32,
+        chunks: given.imatrix.chunks,
+    });
     let specs = planned.iter().map(|(tensor, kind)| TensorSpec::new(&*tensor.name, *kind, &*tensor.shape)).collect();
     let plan = Plan::new(&out, &quantized_metadata(&own, args.kind, note.as_ref()), specs, max_part)?;
     let size = plan.bytes();
@@ -146,7 +152,7 @@ struct Output<'a> {
     writer: Writer,
     planned: &'a [(&'a Tensor, GgmlType)],
     next: usize,
-    imatrix: Option<&'a (String, Imatrix)>,
+    imatrix: Option<&'a Given>,
     steps: Steps,
 }
 
@@ -168,9 +174,9 @@ impl Output<'_> {
 
     fn encode(&mut self, tensor: &Tensor, kind: GgmlType) -> Result<()> {
         let importance = match self.imatrix {
-            Some((file, imatrix)) if is_quantized(&tensor.name, &tensor.shape) => imatrix
-                .importance(&tensor.name, tensor.cols(), 1)
-                .with_context(|| format!("the importance in `{file}` does not fit this model"))?,
+            Some(given) if is_quantized(&tensor.name, &tensor.shape) => {
+                given.imatrix.importance(&tensor.name, tensor.cols(), 1)?
+            }
             _ => None,
         };
         let at_once = (VALUES_AT_ONCE / tensor.cols().max(1)).max(1);
@@ -191,16 +197,46 @@ impl Output<'_> {
     }
 }
 
-/// The imatrix of a file, or one that is gathered now.
-fn given_or_gathered(given: &str, args: &GgufArgs, source: &Runnable, printer: Printer) -> Result<(String, Imatrix)> {
-    if given != "auto" {
-        return Ok((given.into(), Imatrix::open(Path::new(given))?));
-    }
+/// Importance that is used.
+struct Given {
+    /// The file it comes from, or `auto`.
+    file: String,
+    imatrix: Imatrix,
+    /// How many of its entries are used.
+    used: usize,
+}
+
+/// The importance of a file, or what is gathered now; `None` where no tensor uses it.
+fn importance(
+    args: &GgufArgs,
+    source: &Runnable,
+    planned: &[(&Tensor, GgmlType)],
+    printer: Printer,
+) -> Result<Option<Given>> {
+    let Some(file) = &args.imatrix else {
+        coverage::require(planned, args.error_feedback)?;
+        return Ok(None);
+    };
+    let imatrix = if file != "auto" {
+        Imatrix::open(Path::new(file))?
+    } else if coverage::users(planned, args.error_feedback).any(|(tensor, _)| tensor.name.starts_with("blk.")) {
+        gathered(args, source, printer)?
+    } else {
+        let why = if args.error_feedback { "--error-feedback gathers its own" } else { "no type here weighs by it" };
+        printer.warn(format!("--imatrix auto: no importance is gathered, {why}"));
+        coverage::require(planned, args.error_feedback)?;
+        return Ok(None);
+    };
+    let found = coverage::settle(file, &imatrix, planned, args.error_feedback, args.kind)?;
+    found.warnings.iter().for_each(|warning| printer.warn(warning));
+    Ok((found.used > 0).then(|| Given { file: file.clone(), imatrix, used: found.used }))
+}
+
+/// Importance on the calibration text.
+fn gathered(args: &GgufArgs, source: &Runnable, printer: Printer) -> Result<Imatrix> {
     let (text, windows) = calibration(source, args.calib.as_deref(), args.chunks)?;
     printer.note(format!("importance: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
-    let imatrix =
-        importance::gather(&source.model, &windows, &text, &mut printer.steps("importance", windows.len() as u64))?;
-    Ok(("auto".into(), imatrix))
+    importance::gather(&source.model, &windows, &text, &mut printer.steps("importance", windows.len() as u64))
 }
 
 /// Whole windows of the calibration text, each begun with BOS where the model wants one, as llama.cpp has them.
@@ -256,7 +292,7 @@ fn choose(
     source: &Runnable,
     architecture: &Architecture,
     args: &GgufArgs,
-    importance: bool,
+    printer: Printer,
 ) -> Result<Vec<Choice>> {
     let facts = ModelFacts::of(&source.model.config, architecture);
     let options = Options {
@@ -266,11 +302,13 @@ fn choose(
         keep_output: args.leave_output_tensor,
         pure: args.pure,
         fallback: !args.no_fallback,
-        importance,
+        importance: args.imatrix.is_some() || args.error_feedback,
         ..Options::new(args.kind)
     };
     let shapes: Vec<(String, Vec<usize>)> = all.iter().map(|t| (t.name.clone(), t.shape.clone())).collect();
-    Ok(select(&shapes, &facts, &options)?)
+    let choices = select(&shapes, &facts, &options)?;
+    not_applied(&shapes, &options).iter().for_each(|what| printer.warn(what));
+    Ok(choices)
 }
 
 fn summary(

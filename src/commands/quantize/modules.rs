@@ -96,6 +96,14 @@ pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs, layout: &dyn Layou
         }
     }
     if let Some(i) = used.iter().position(|used| !used) {
+        if let Some(module) = modules.iter().find(|module| rules[i].0.is_match(&module.name)) {
+            bail!(
+                "`{}` has no effect: a rule before it decides about all modules that it matches, such as `{}`; the first match \
+                 wins, and rules come before skips",
+                rules[i].0.as_str(),
+                module.name
+            );
+        }
         bail!(
             "no module matches `{}`; module paths look like `{}`",
             rules[i].0.as_str(),

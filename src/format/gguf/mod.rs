@@ -12,6 +12,7 @@ pub mod imatrix;
 pub mod metadata;
 pub mod names;
 pub mod parse;
+mod patterns;
 pub mod pretokenizer;
 pub mod read;
 mod readme;

@@ -82,6 +82,15 @@ const PREFIXES: [&str; 4] = ["language_model.model.", "model.language_model.", "
 const OTHER_PARTS: [&str; 4] =
     ["vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."];
 
+/// A part of Hugging Face tensor names that `text` holds, such as `down_proj`, and what GGUF has for it.
+pub fn hugging_face_part(text: &str) -> Option<(&'static str, &'static str)> {
+    let all = BLOCK.iter().chain(PLAIN_NORMS).chain(SANDWICH_NORMS).chain(MODEL);
+    let parts = all.map(|(hf, gguf)| (hf.rsplit('.').next().unwrap_or(hf), *gguf));
+    // `norm`, and `q_norm` of `attn_q_norm`, are parts of names in GGUF as well.
+    let found = parts.filter(|(part, gguf)| !gguf.contains(part) && text.contains(part));
+    found.max_by_key(|(part, _)| part.len())
+}
+
 impl Architecture {
     /// The architecture a family is stored as.
     pub fn of(family: &Family) -> Result<&'static Self, NameError> {

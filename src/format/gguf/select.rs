@@ -7,6 +7,8 @@ use thiserror::Error;
 pub use super::file_type::FileType;
 use super::file_type::FileType as F;
 use super::names::Architecture;
+use super::patterns::why_without_effect;
+pub use super::patterns::{not_applied, parse_tensor_type};
 use super::write::{layer, sort_as_written};
 use crate::model::config::ModelConfig;
 use crate::num::ggml::GgmlType::{self, *};
@@ -74,18 +76,6 @@ impl Options {
     }
 }
 
-/// `REGEX=TYPE`, as `--tensor-type` takes it.
-pub fn parse_tensor_type(text: &str) -> Result<(Regex, GgmlType), SelectError> {
-    let (pattern, kind) = text.rsplit_once('=').ok_or_else(|| SelectError::TensorType(text.into()))?;
-    let kind = GgmlType::parse(kind).ok_or_else(|| SelectError::UnknownType {
-        name: kind.into(),
-        known: GgmlType::ALL.map(GgmlType::name).join(", "),
-    })?;
-    let regex = Regex::new(pattern)
-        .map_err(|e| SelectError::Pattern { pattern: pattern.into(), why: e.to_string().replace('\n', " ") })?;
-    Ok((regex, kind))
-}
-
 /// Why types cannot be given.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum SelectError {
@@ -99,6 +89,8 @@ pub enum SelectError {
     NoFallback { tensor: String, kind: GgmlType, cols: usize },
     #[error("tensor `{tensor}` would be {kind}, which is useless without importance; give an importance matrix")]
     NeedsImportance { tensor: String, kind: GgmlType },
+    #[error("the pattern `{pattern}` gives no tensor its type: {why}")]
+    NoEffect { pattern: String, why: String },
 }
 
 /// What becomes of a tensor.
@@ -113,6 +105,11 @@ pub struct Choice {
 
 /// Gives each tensor (name, shape with the outermost extent first) its type. Choices come in the order in which
 /// llama-quantize writes tensors, on which some rules depend.
+///
+/// # Errors
+///
+/// When the rows of a tensor do not fit its type and no other is allowed, a tensor needs importance that is not at hand,
+/// or a pattern gives no tensor its type.
 pub fn select(
     tensors: &[(String, Vec<usize>)],
     facts: &ModelFacts,
@@ -133,7 +130,8 @@ pub fn select(
         up: 0,
     };
     let mut choices = Vec::with_capacity(sorted.len());
-    for (name, shape) in sorted {
+    let mut used = vec![false; options.tensors.len()];
+    for (name, shape) in &sorted {
         let kept = !is_quantized(name, shape) || (options.keep_output && name == "output.weight");
         if kept {
             choices.push(Choice { name: name.clone(), kind: None, wanted: None });
@@ -141,7 +139,10 @@ pub fn select(
         }
         // The rules count the tensors that are left to them.
         let wanted = match asked(name, rules.tied, options) {
-            Some(kind) => kind,
+            Some((kind, pattern)) => {
+                pattern.into_iter().for_each(|pattern| used[pattern] = true);
+                kind
+            }
             None if options.pure || matches!(rules.base, F32 | F16 | BF16) => rules.base,
             None => rules.choose(name, shape),
         };
@@ -155,6 +156,11 @@ pub fn select(
         }
         choices.push(Choice { name: name.clone(), kind: Some(kind), wanted: (kind != wanted).then_some(wanted) });
     }
+    if let Some(unused) = used.iter().position(|used| !used) {
+        let pattern = &options.tensors[unused].0;
+        let why = why_without_effect(pattern, &sorted, options);
+        return Err(SelectError::NoEffect { pattern: pattern.as_str().into(), why });
+    }
     Ok(choices)
 }
 
@@ -162,18 +168,20 @@ fn is_embedding(name: &str) -> bool {
     name == "token_embd.weight" || name == "per_layer_token_embd.weight"
 }
 
-/// The type that the user gave a tensor.
-fn asked(name: &str, tied: bool, options: &Options) -> Option<GgmlType> {
-    let by_pattern = options.tensors.iter().find(|(pattern, _)| pattern.is_match(name)).map(|(_, kind)| *kind);
-    let output = if name == "output.weight" { options.output } else { None };
+/// The type that the user gave a tensor, and which pattern decided it.
+fn asked(name: &str, tied: bool, options: &Options) -> Option<(GgmlType, Option<usize>)> {
+    let pattern = options.tensors.iter().position(|(pattern, _)| pattern.is_match(name));
+    let by_pattern = pattern.map(|pattern| (options.tensors[pattern].1, Some(pattern)));
+    let by_option = |kind: Option<GgmlType>| kind.map(|kind| (kind, None));
+    let output = by_option(options.output.filter(|_| name == "output.weight"));
     let embedding = match name {
-        "token_embd.weight" => options.token_embedding,
+        "token_embd.weight" => by_option(options.token_embedding),
         // A table of its own, which a pattern may single out.
-        _ if is_embedding(name) => by_pattern.or(options.token_embedding),
+        _ if is_embedding(name) => by_pattern.or(by_option(options.token_embedding)),
         _ => None,
     };
     let shared = options.output.filter(|_| tied && is_embedding(name) && !options.pure);
-    output.or(embedding).or(by_pattern).or(shared)
+    output.or(embedding).or(by_pattern).or(by_option(shared))
 }
 
 /// Parts of names of small or delicate matrices that stay as they are.
@@ -246,7 +254,8 @@ pub fn kept(stored: GgmlType, shape: &[usize]) -> GgmlType {
     }
 }
 
-fn needs_importance(name: &str, kind: GgmlType, file_type: FileType) -> bool {
+/// Whether llama-quantize refuses to give a tensor this type without importance.
+pub fn needs_importance(name: &str, kind: GgmlType, file_type: FileType) -> bool {
     if is_embedding(name) || name == "output.weight" {
         return false;
     }
