@@ -30,6 +30,7 @@ use crate::format::gguf::file_type::FileType;
 use crate::format::gguf::imatrix::Imatrix;
 use crate::format::gguf::metadata::{self, describe};
 use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
+use crate::format::gguf::parts;
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::select::{
     Choice, ModelFacts, Options, is_quantized, kept, not_applied, parse_tensor_type, select,
@@ -111,6 +112,9 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let Output { writer, steps, .. } = output;
     drop(steps);
     let files = writer.finish()?;
+    if args.overwrite {
+        remove_earlier(&out, &files, &located.dir, printer)?;
+    }
     summary(args, &files, size, &planned, &choices, began, printer)
 }
 
@@ -139,6 +143,26 @@ fn free(out: &Path, args: &GgufArgs, source: &Path) -> Result<()> {
         Err(WriteError::Exists(_)) => bail!("`{}` exists already; name another file with --out", out.display()),
         other => Ok(other?),
     }
+}
+
+/// Removes what an earlier run wrote to `out` in another number of parts; other files of such names stay.
+fn remove_earlier(out: &Path, written: &[PathBuf], source: &Path, printer: Printer) -> Result<()> {
+    let found = parts::earlier(out, written, source)?;
+    let names = |paths: &[PathBuf]| match paths {
+        [] => String::new(),
+        [one] => format!("`{}`", one.display()),
+        [first, more @ ..] => format!("`{}` and {} more", first.display(), more.len()),
+    };
+    for path in &found.replaced {
+        std::fs::remove_file(path).with_context(|| format!("cannot remove `{}`", path.display()))?;
+    }
+    if !found.replaced.is_empty() {
+        printer.note(format!("removed {}: the same model in another number of parts", names(&found.replaced)));
+    }
+    if !found.others.is_empty() {
+        printer.note(format!("{} stay: they hold the source, another model or another type", names(&found.others)));
+    }
+    Ok(())
 }
 
 /// Whether any weight may be stored in fewer bits than F32, which holds all that a quantized source says.

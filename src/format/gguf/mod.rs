@@ -12,6 +12,7 @@ pub mod imatrix;
 pub mod metadata;
 pub mod names;
 pub mod parse;
+pub mod parts;
 mod patterns;
 pub mod pretokenizer;
 pub mod read;

@@ -11,7 +11,7 @@ use thiserror::Error;
 use super::file_type::FileType;
 use super::read::{SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS};
 use super::value::{Array, Metadata, Value};
-use super::{ALIGNMENT, ALIGNMENT_KEY, MAGIC, MAX_DIMS, MAX_NAME, part_name};
+use super::{ALIGNMENT, ALIGNMENT_KEY, MAGIC, MAX_DIMS, MAX_NAME, part_name, parts};
 use crate::format::atomic::{self, OutputError};
 use crate::num::ggml::GgmlType;
 
@@ -176,7 +176,7 @@ impl Plan {
     }
 
     /// The files that will be.
-    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+    pub fn paths(&self) -> impl Iterator<Item = &Path> + Clone {
         self.parts.iter().map(|part| &*part.path)
     }
 
@@ -353,6 +353,7 @@ impl Writer {
 
     fn start(plan: Plan, replaces: bool) -> Result<Self, WriteError> {
         let mut writer = Self { plan, files: vec![], done: 0, filled: 0, made: vec![], finished: false, replaces };
+        parts::recover(writer.plan.paths());
         writer.plan.paths().try_for_each(|path| require_free(path, replaces))?;
         let (parent, _) = atomic::split(&writer.plan.parts[0].path)?;
         atomic::require_space(&parent, writer.plan.bytes())?;
@@ -394,7 +395,7 @@ impl Writer {
     }
 
     /// Makes everything durable and gives the files their names, the first part last, so that whoever finds it finds
-    /// all. Returns the paths.
+    /// all; earlier parts of these names are replaced all or none. Returns the paths.
     pub fn finish(mut self) -> Result<Vec<PathBuf>, WriteError> {
         if let Some(spec) = self.next() {
             let path = self.plan.parts[self.files.len() - 1].path.clone();
@@ -405,13 +406,8 @@ impl Writer {
             synced.map_err(|source| WriteError::Io { path: part.path.clone(), source })?;
         }
         self.plan.paths().try_for_each(|path| require_free(path, self.replaces))?;
-        for (i, (hidden, part)) in self.files.iter().zip(&self.plan.parts).enumerate().rev() {
-            if let Err(source) = fs::rename(&hidden.path, &part.path) {
-                // Parts without a first one are of no use.
-                let _ = self.plan.parts[i + 1..].iter().try_for_each(|part| fs::remove_file(&part.path));
-                return Err(WriteError::Io { path: part.path.clone(), source });
-            }
-        }
+        let files: Vec<(&Path, &Path)> = self.files.iter().map(|hidden| &*hidden.path).zip(self.plan.paths()).collect();
+        parts::put(&files).map_err(|source| WriteError::Io { path: self.plan.parts[0].path.clone(), source })?;
         self.finished = true;
         atomic::sync(&atomic::split(&self.plan.parts[0].path)?.0)?;
         Ok(self.plan.paths().map(Into::into).collect())

@@ -1,6 +1,7 @@
-//! Options of `quantkit gguf` that fit the model in part or not at all: importance and patterns.
+//! Options of `quantkit gguf` that fit the model in part or not at all: importance, patterns, earlier files.
 
 use std::collections::BTreeMap;
+use std::fs;
 
 use quantkit::format::gguf::imatrix::{Entry, Imatrix};
 use quantkit::format::gguf::read::GgufFile;
@@ -162,4 +163,42 @@ fn patterns_without_effect_are_refused() {
         let args = ["gguf", "--type", "Q4_0", "-o", "x.gguf", "--overwrite", "--output-tensor-type", "Q8_0"];
         scene.run(&[&args[..], more].concat()).ok().says(&[&format!("is the output head as well: {what}")]);
     }
+}
+
+/// Names of parts in `x-*`, and whether `x.gguf` is there.
+fn files(scene: &Scene) -> Vec<String> {
+    let names = scene.listing().into_keys();
+    names.filter(|name| name.contains("x.gguf") || name.starts_with("x-") || name.starts_with(".x")).collect()
+}
+
+#[test]
+fn earlier_files_of_another_number_of_parts_are_replaced() {
+    let scene = Scene::demo();
+    let gguf = |size: &[&str]| {
+        let args = ["gguf", "--type", "Q8_0", "-o", "x.gguf", "--overwrite"];
+        scene.run(&[&args[..], size].concat()).ok()
+    };
+    gguf(&["--split-max-size", "1M"]);
+    let many = files(&scene);
+    assert!(many.len() > 3, "{many:?}");
+    gguf(&["--split-max-size", "2M"]).says(&[&format!("removed `{}` and {} more", many[0], many.len() - 1)]);
+    let few = files(&scene);
+    assert!(few.len() < many.len() && few.iter().all(|name| !many.contains(name)), "{few:?} after {many:?}");
+    gguf(&[]).says(&["removed `x-00001-of-"]);
+    assert_eq!(files(&scene), ["x.gguf"]);
+    gguf(&["--split-max-size", "2M"]).says(&["removed `x.gguf`"]);
+    assert_eq!(files(&scene), few);
+
+    // Another type of the model, another's parts, and what is no file of a model at all stay.
+    fs::rename(scene.path(&few[0]), scene.path("kept")).unwrap();
+    let lost: Vec<String> = few[1..].to_vec();
+    let args = ["gguf", "--type", "Q4_0", "-o", "x.gguf", "--overwrite"];
+    scene.run(&args).ok().says(&[&format!("`{}`", lost[0]), "stay: they hold"]);
+    assert_eq!(files(&scene), [&lost[..], &["x.gguf".to_string()]].concat());
+    fs::rename(scene.path("kept"), scene.path(&few[0])).unwrap();
+    scene.run(&args).ok().says(&[&format!("`{}` and {} more stay", few[0], few.len() - 1)]);
+
+    // The source is never among them.
+    scene.run(&["gguf", "x.gguf", "--type", "Q4_0", "-o", "x.gguf", "--overwrite", "--split-max-size", "1M"]).ok();
+    assert!(scene.path("x.gguf").exists());
 }
