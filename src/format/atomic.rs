@@ -8,12 +8,19 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use super::manifest::{FileRecord, sha256_bytes, sha256_file};
+use super::replace::{files, refuse_collisions, retire};
 
 /// Why output cannot be written.
 #[derive(Debug, Error)]
 pub enum OutputError {
     #[error("`{0}` exists already; name a new folder or remove it first")]
     Exists(PathBuf),
+    #[error(
+        "`{0}` is not quantkit's, and the new artifact has a file of this name; move it away or choose another output folder"
+    )]
+    Foreign(PathBuf),
+    #[error("`{0}` is not as quantkit wrote it; to replace it all the same, remove it or move it away first")]
+    Changed(PathBuf),
     #[error("`{0}` does not end in the name of a folder to create")]
     NoName(PathBuf),
     #[error("cannot write in `{parent}`: {source}; choose another output folder")]
@@ -54,10 +61,12 @@ impl OutputFolder {
         Self::start(settle(target)?, false)
     }
 
-    /// Like [`OutputFolder::create`], but a folder `target` may exist: it is replaced on commit.
+    /// Like [`OutputFolder::create`], but a folder `target` may exist: on commit the artifact in it is replaced, by what
+    /// its manifest lists; all other files in it stay.
     pub fn replace(target: &Path) -> Result<Self, OutputError> {
         recover(target);
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.into());
+        recover(&target);
         let replaces = target.is_dir();
         Self::start(if replaces { target } else { settle(&target)? }, replaces)
     }
@@ -147,28 +156,31 @@ impl OutputFolder {
         sync(&split(&self.target)?.0)
     }
 
-    /// The folders change places. Where that cannot be done at once, the old one stands aside for a moment;
-    /// [`recover`] mends what a kill in that moment leaves.
+    /// The folders change places. Where that cannot be done at once, the old one has another name for a moment;
+    /// [`recover`] finishes what a kill interrupts.
     fn commit_replacing(mut self) -> Result<(), OutputError> {
         let (parent, name) = split(&self.target)?;
-        if exchange(&self.temporary, &self.target).is_ok() {
-            self.committed = true;
-            sync(&parent)?;
-            // The new one stands; what is left of the old one is swept by the next run.
-            let _ = fs::remove_dir_all(&self.temporary);
-            return Ok(());
-        }
-        let aside = parent.join(hidden(&name, "replaced", ""));
+        let new = files(&self.temporary)?;
+        refuse_collisions(&self.target, new.iter().filter_map(|path| path.to_str()))?;
         let io = |source| OutputError::Io { path: self.target.clone(), source };
-        fs::rename(&self.target, &aside).map_err(io)?;
-        if let Err(e) = fs::rename(&self.temporary, &self.target) {
-            // Better the old one than none; that the new one has no place is what matters.
-            let _ = fs::rename(&aside, &self.target);
-            return Err(io(e));
+        // What has this name is not removed unseen: after the exchange it holds the user's files.
+        let aside = unused(&parent, &name);
+        fs::rename(&self.temporary, &aside).map_err(io)?;
+        self.temporary = aside;
+        let mut old = self.temporary.clone();
+        if exchange(&self.temporary, &self.target).is_err() {
+            old = unused(&parent, &name);
+            fs::rename(&self.target, &old).map_err(io)?;
+            if let Err(e) = fs::rename(&self.temporary, &self.target) {
+                // Better the old one than none; that the new one has no place is what matters.
+                let _ = fs::rename(&old, &self.target);
+                return Err(io(e));
+            }
         }
-        fs::remove_dir_all(&aside).map_err(io)?;
         self.committed = true;
-        sync(&parent)
+        sync(&parent)?;
+        retire(&old, &self.target)?;
+        sync(&self.target)
     }
 }
 
@@ -213,17 +225,24 @@ fn exchange(_: &Path, _: &Path) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// Brings back the folder `target` if a run was killed while it put another in its place, and removes what
-/// such runs left besides.
+/// Brings back the folder `target` if a run was killed while it put another in its place, and finishes the replacement
+/// if it was killed after that.
 pub fn recover(target: &Path) {
     let Ok((parent, name)) = split(target) else { return };
     for aside in abandoned(&parent, &name, "replaced") {
         // What cannot be moved or removed stays for the user to find.
-        let _ = match fs::symlink_metadata(target) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => fs::rename(&aside, target),
-            _ => fs::remove_dir_all(&aside),
-        };
+        match fs::symlink_metadata(target) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => drop(fs::rename(&aside, target)),
+            _ => drop(retire(&aside, target)),
+        }
     }
+}
+
+/// A name `.NAME.replaced-PID` that nothing has.
+fn unused(parent: &Path, name: &OsString) -> PathBuf {
+    let numbers = (0..).map(|i| if i == 0 { String::new() } else { format!("-{i}") });
+    let mut paths = numbers.map(|suffix| parent.join(hidden(name, "replaced", &suffix)));
+    paths.find(|path| fs::symlink_metadata(path).is_err()).unwrap_or_default()
 }
 
 /// Removes what killed runs left of the output `name`.
@@ -249,7 +268,10 @@ pub(super) fn abandoned(parent: &Path, name: &OsString, what: &str) -> Vec<PathB
         attempt.parse::<u32>().is_ok() && process.parse().is_ok_and(is_gone)
     };
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
-    entries.filter(|entry| is_abandoned(&entry.file_name())).map(|entry| entry.path()).collect()
+    let mut found: Vec<PathBuf> =
+        entries.filter(|entry| is_abandoned(&entry.file_name())).map(|entry| entry.path()).collect();
+    found.sort();
+    found
 }
 
 fn is_gone(process: i32) -> bool {
@@ -370,12 +392,13 @@ mod tests {
     fn replacing() {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("out");
-        for text in ["first", "second"] {
+        // Without a manifest everything in the folder is the user's.
+        for (i, text) in ["first", "second"].into_iter().enumerate() {
             let out = OutputFolder::replace(&target).unwrap();
             out.write(text, b"").unwrap();
             assert!(!target.join(text).exists());
             out.commit().unwrap();
-            assert_eq!(fs::read_dir(&target).unwrap().count(), 1);
+            assert_eq!(fs::read_dir(&target).unwrap().count(), i + 1);
             assert!(target.join(text).exists());
         }
         drop(OutputFolder::replace(&target).unwrap());

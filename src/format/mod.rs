@@ -11,6 +11,7 @@ pub mod gguf;
 pub mod gptq;
 pub mod layout;
 pub mod manifest;
+pub mod replace;
 pub mod safetensors;
 pub mod sizes;
 mod stored;

@@ -22,6 +22,9 @@ use crate::tensor::{Bytes, Dtype};
 /// Largest shard unless the user says otherwise; as Hugging Face tools cut.
 pub const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
+/// The file that says which shard holds a tensor, where there are several.
+pub const INDEX: &str = "model.safetensors.index.json";
+
 /// A tensor to come.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
@@ -277,10 +280,9 @@ fn write_index(dir: &Path, shards: &[Shard], total_size: u64) -> Result<FileReco
     let map: BTreeMap<&str, &str> =
         shards.iter().flat_map(|shard| shard.specs.iter().map(|spec| (&*spec.name, &*shard.file))).collect();
     let text = pretty(&json!({"metadata": {"total_size": total_size}, "weight_map": map}));
-    let file = "model.safetensors.index.json";
-    let path = dir.join(file);
+    let path = dir.join(INDEX);
     std::fs::write(&path, &text).map_err(|source| WriteError::Io { path, source })?;
-    Ok(FileRecord { file: file.into(), bytes: text.len() as u64, sha256: sha256_bytes(&text) })
+    Ok(FileRecord { file: INDEX.into(), bytes: text.len() as u64, sha256: sha256_bytes(&text) })
 }
 
 /// Writes a whole model into `dir`, asking `data` for each tensor in turn.

@@ -10,13 +10,14 @@ use serde_json::{Value, json};
 use super::job::cache_spec;
 use super::modules::Modules;
 use super::work::Work;
+use crate::cli::args::OutputArgs;
 use crate::cli::interrupt;
 use crate::format::atomic::OutputFolder;
 use crate::format::config::config_json;
 use crate::format::layout::{KvScales, Layout, laid_out};
-use crate::format::manifest::{Calibration, FileRecord, Manifest};
-use crate::format::pretty;
-use crate::format::safetensors::{TensorSpec, write_sharded};
+use crate::format::manifest::{self, Calibration, FileRecord, Manifest};
+use crate::format::safetensors::{INDEX, Shard, TensorSpec, write_sharded};
+use crate::format::{pretty, replace};
 use crate::model::Model;
 use crate::recipe::Recipe;
 
@@ -109,6 +110,23 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
 
 fn is_quantized(tensor: &str, modules: &Modules) -> bool {
     tensor.strip_suffix(".weight").is_some_and(|module| modules.scheme(module).is_some())
+}
+
+/// Refuses files of the artifact to come whose names the user's own files in `target` have.
+pub fn refuse_collisions(target: &Path, shards: &[Shard], model: &Model, layout: &dyn Layout) -> Result<()> {
+    let side = model.checkpoint().side_files()?;
+    let names = shards.iter().map(|shard| &*shard.file).chain(side.iter().map(|name| &**name));
+    let own = ["config.json", manifest::FILE].into_iter().chain(layout.side_file());
+    let index = Some(INDEX).filter(|_| shards.len() > 1);
+    Ok(replace::refuse_collisions(target, names.chain(own).chain(index))?)
+}
+
+/// Refuses to replace what the user has changed in an older artifact; a recipe reports that and replaces it.
+pub fn refuse_changed(output: &OutputArgs, target: &Path) -> Result<()> {
+    match output.overwrite && !output.resume_same {
+        true => Ok(replace::refuse_changed(target)?),
+        false => Ok(()),
+    }
 }
 
 /// Whether `dir` is an artifact of ours, which may be replaced when the user says so.

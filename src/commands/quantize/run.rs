@@ -134,6 +134,9 @@ impl Run<'_> {
             if self.output.overwrite { OutputFolder::replace(&target)? } else { OutputFolder::create(&target)? };
         let shards =
             plan_shards(artifact::specs(model, &modules, &*layout, self.method.kv_cache), self.max_shard_bytes());
+        if self.output.overwrite {
+            artifact::refuse_collisions(folder.target(), &shards, model, &*layout)?;
+        }
         // The blocks stand in the work folder until the artifact is whole.
         let needed = planned_bytes(&shards)? * 2 + (16 << 20);
         require_space(folder.path(), needed.saturating_sub(Work::held_bytes(&target)?))?;
@@ -243,6 +246,7 @@ impl Run<'_> {
         };
         // Only what has passed gets the name, and takes the place of an older artifact.
         let phase = Instant::now();
+        artifact::refuse_changed(&self.output, folder.target())?;
         folder.commit()?;
         work.remove()?;
         let writing = writing + phase.elapsed().as_secs_f64();
@@ -333,7 +337,12 @@ impl Run<'_> {
             return Ok(target);
         }
         match (self.output.overwrite, artifact::is_ours(&target)) {
-            (true, true) => Ok(target),
+            (true, true) => {
+                artifact::refuse_changed(&self.output, &target)?;
+                Ok(target)
+            }
+            // What a recipe's damaged artifact left; the rest of the folder stays.
+            (true, false) if self.output.resume_same && target.is_dir() => Ok(target),
             (true, false) => {
                 bail!("`{}` exists and holds no artifact of quantkit; it will not be replaced", target.display())
             }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::options::Step;
 use crate::format::atomic::write_atomic;
-use crate::format::manifest::{self, FileRecord, hash_files, sha256_bytes, sha256_file};
+use crate::format::manifest::{self, FileRecord, Manifest, hash_files, sha256_bytes, sha256_file};
 use crate::format::{self, pretty};
 
 /// Everything that decides an artifact; its hash is the key of a step.
@@ -212,7 +212,11 @@ impl Records {
         let mut files = Vec::new();
         match target.is_dir() {
             false => files.push(name),
-            true => list(target, &name, &mut files)?,
+            // Other files in the folder are the user's.
+            true => {
+                let written = Manifest::read(target)?.outputs.into_iter().map(|record| record.file);
+                files.extend(written.chain([manifest::FILE.into()]).map(|file| format!("{name}/{file}")));
+            }
         }
         files.sort();
         Ok(hash_files(&self.out, &files)?)
@@ -230,19 +234,6 @@ impl Records {
         }
         let _ = std::fs::remove_dir(target);
     }
-}
-
-/// The files of a folder and of folders in it, by paths that begin with `name`.
-fn list(dir: &Path, name: &str, files: &mut Vec<String>) -> Result<()> {
-    for entry in std::fs::read_dir(dir).with_context(|| format!("cannot read `{}`", dir.display()))? {
-        let path = entry?.path();
-        let name = format!("{name}/{}", path.file_name().unwrap_or_default().to_string_lossy());
-        match path.is_dir() {
-            true => list(&path, &name, files)?,
-            false => files.push(name),
-        }
-    }
-    Ok(())
 }
 
 /// The files of the model at `dir` that an artifact may depend on.

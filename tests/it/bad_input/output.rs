@@ -44,10 +44,50 @@ fn an_artifact_is_replaced_only_when_asked() {
     scene.refused(&gptq(&[]), &["`out` exists already", "--overwrite"]);
     scene.run(&gptq(&["--overwrite", "--no-eval"])).ok();
     assert_ne!(scene.read("out/quantkit.json"), first);
-    assert!(!scene.path("out/notes.txt").exists());
+    assert_eq!(scene.read("out/notes.txt"), b"of the first");
     scene.run(&["eval", "ppl", "out", "--text", "eval.txt"]).ok();
     let hidden: Vec<String> = scene.listing().into_keys().filter(|name| name.starts_with('.')).collect();
     assert_eq!(hidden, [""; 0]);
+}
+
+/// `--overwrite` replaces what the manifest lists, and nothing else.
+#[test]
+fn the_files_of_the_user_stay() {
+    let scene = Scene::tiny("llama");
+    let rtn = ["rtn", "model", "-o", "out", "--no-eval", "--group-size", "32"];
+    let again = [&rtn[..], &["--overwrite"]].concat();
+    scene.run(&rtn).ok();
+    // As if the artifact before had had one more file.
+    scene.write("out/stale.safetensors", "stale");
+    let entry = |file: &str, text: &[u8]| serde_json::json!({"file": file, "bytes": text.len(), "sha256": quantkit::format::manifest::sha256_bytes(text)});
+    scene.edit_json("out/quantkit.json", |manifest| {
+        manifest["outputs"].as_array_mut().unwrap().push(entry("stale.safetensors", b"stale"));
+    });
+    fs::create_dir_all(scene.path("out/.git/refs")).unwrap();
+    for (name, text) in [("out/.git/HEAD", "ref"), ("out/README.md", "card"), ("out/adapter.safetensors", "own")] {
+        scene.write(name, text);
+    }
+    scene.run(&again).ok();
+    for (name, text) in [("out/.git/HEAD", "ref"), ("out/README.md", "card"), ("out/adapter.safetensors", "own")] {
+        assert_eq!(scene.read(name), text.as_bytes(), "{name}");
+    }
+    assert!(scene.path("out/.git/refs").is_dir() && !scene.path("out/stale.safetensors").exists());
+    assert!(scene.listing().keys().all(|name| !name.starts_with('.')));
+
+    // The new artifact would have a file of that name.
+    scene.write("model/chat_template.jinja", "{{ messages }}");
+    scene.write("out/chat_template.jinja", "mine");
+    scene.refused(&again, &["`out/chat_template.jinja` is not quantkit's", "move it away"]);
+    fs::remove_file(scene.path("out/chat_template.jinja")).unwrap();
+    // The user has changed what quantkit wrote.
+    let config = scene.read("out/config.json");
+    scene.write("out/config.json", "{}");
+    scene.refused(&again, &["`out/config.json` is not as quantkit wrote it", "remove it"]);
+    scene.write("out/config.json", config);
+    fs::remove_file(scene.path("out/model.safetensors")).unwrap();
+    scene.run(&again).ok();
+    assert!(scene.path("out/model.safetensors").exists() && scene.path("out/chat_template.jinja").exists());
+    assert_eq!(scene.read("out/README.md"), b"card");
 }
 
 #[test]

@@ -151,6 +151,14 @@ fn what_has_changed_is_told() {
     fs::remove_file(scene.path("artifacts/w8/quantkit.json")).unwrap();
     run(&scene, &["--only", "w8"], 0);
     assert!(scene.path("artifacts/w8/quantkit.json").exists());
+    // What others put into the folder of an artifact is no part of it, and stays.
+    scene.write("artifacts/w8/README.md", "card");
+    assert_eq!(why("w8", &run(&scene, &["--dry-run"], 0)), "up_to_date ");
+    fs::remove_file(scene.path("artifacts/w8/quantkit.json")).unwrap();
+    run(&scene, &["--only", "w8"], 0);
+    assert_eq!(scene.read("artifacts/w8/README.md"), b"card");
+    scene.write("artifacts/w8/README.md", "another");
+    assert_eq!(why("w8", &run(&scene, &["--dry-run"], 0)), "up_to_date ");
     // A side file of the model goes into every artifact.
     scene.write("model/chat_template.jinja", "{{ messages }}");
     let plan = run(&scene, &["--dry-run", "--only", "w8"], 0);
