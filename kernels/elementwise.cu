@@ -7,11 +7,7 @@
 
 struct F16 {
     static QK_INLINE float widen(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
-    // Beyond the largest finite value it stays there: an outlier must not become infinite. NaN passes.
-    static QK_INLINE uint16_t narrow(float v) {
-        v = v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
-        return __half_as_ushort(__float2half_rn(v));
-    }
+    static QK_INLINE uint16_t narrow(float v) { return __half_as_ushort(__float2half_rn(v)); }
 };
 
 struct Bf16 {
@@ -234,46 +230,65 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // ---- Planes for the tensor cores
 
-// hi = round(x) and lo = round(x - hi), two columns at a time so that stores are 32 bits wide. The columns
-// that `gather` or the padding leave empty become zeros.
+// One row: hi = round(x) and lo = round(x - hi), x times `up`, two columns at a time so that stores are 32 bits wide;
+// this thread's pairs are `pair` and then each `step` further. The columns that `gather` or the padding leave empty
+// become zeros.
 template <class Format>
-QK_INLINE void split(const float* x, uint32_t* hi, uint32_t* lo, const int32_t* gather, uint32_t rows, uint32_t cols,
-                     uint32_t padded) {
-    for (uint32_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        const float* from = x + static_cast<uint64_t>(row) * cols;
-        const uint64_t to = static_cast<uint64_t>(row) * (padded / 2);
-        for (uint32_t pair = blockIdx.y * blockDim.x + threadIdx.x; pair < padded / 2; pair += gridDim.y * blockDim.x) {
-            uint32_t highs = 0, lows = 0;
+QK_INLINE void split(const float* x, uint32_t* hi, uint32_t* lo, const int32_t* gather, float up, uint32_t cols,
+                     uint32_t padded, uint32_t pair, uint32_t step) {
+    for (; pair < padded / 2; pair += step) {
+        uint32_t highs = 0, lows = 0;
 #pragma unroll
-            for (uint32_t i = 0; i < 2; ++i) {
-                const uint32_t at = 2 * pair + i;
-                const int32_t source = gather ? gather[at] : at < cols ? static_cast<int32_t>(at) : -1;
-                const float v = source < 0 ? 0.0f : from[source];
-                const uint16_t high = Format::narrow(v);
-                highs |= static_cast<uint32_t>(high) << (16 * i);
-                lows |= static_cast<uint32_t>(Format::narrow(v - Format::widen(high))) << (16 * i);
-            }
-            hi[to + pair] = highs;
-            if (lo) lo[to + pair] = lows;
+        for (uint32_t i = 0; i < 2; ++i) {
+            const uint32_t at = 2 * pair + i;
+            const int32_t source = gather ? gather[at] : at < cols ? static_cast<int32_t>(at) : -1;
+            const float v = source < 0 ? 0.0f : x[source] * up;
+            const uint16_t high = Format::narrow(v);
+            highs |= static_cast<uint32_t>(high) << (16 * i);
+            lows |= static_cast<uint32_t>(Format::narrow(v - Format::widen(high))) << (16 * i);
         }
+        hi[pair] = highs;
+        if (lo) lo[pair] = lows;
     }
 }
 
 // The f16 planes hi and lo (may be null) of x [rows][cols], each [rows][padded], `padded` even. Column j comes
 // from column gather[j], or is zero if that is -1; without `gather` from column j, or is zero beyond `cols`.
-// Launch: grid (up to rows, up to padded / 256), block 128, no dynamic shared memory.
-extern "C" __global__ void split_f16(const float* __restrict__ x, uint16_t* __restrict__ hi, uint16_t* __restrict__ lo,
-                                     const int32_t* __restrict__ gather, uint32_t rows, uint32_t cols,
-                                     uint32_t padded) {
-    split<F16>(x, reinterpret_cast<uint32_t*>(hi), reinterpret_cast<uint32_t*>(lo), gather, rows, cols, padded);
+//
+// f16 ends at 65504 and at 6e-8, and activations do not. So each row has a unit of its own, in of_rows [rows]: the power
+// of two for which its largest finite number is between 2^14 and 2^15. Numbers that were normal in f16 keep their bits.
+// Launch: grid exactly rows, block a multiple of 32 up to 1024 (256), no dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(1024)
+    split_f16(const float* __restrict__ x, uint16_t* __restrict__ hi, uint16_t* __restrict__ lo,
+              float* __restrict__ of_rows, const int32_t* __restrict__ gather, uint32_t cols, uint32_t padded) {
+    __shared__ float scratch[32];
+    const float* from = x + static_cast<uint64_t>(blockIdx.x) * cols;
+    float most = 0.0f;
+    for (uint32_t i = threadIdx.x; i < cols; i += blockDim.x) {
+        const float size = fabsf(from[i]);
+        if (size < INFINITY) most = fmaxf(most, size);
+    }
+    most = qk_block_max(most, scratch);
+    // 127 is the exponent of 1; that of the factor stays below 2^127, so that its inverse is a normal number.
+    const uint32_t exponent = most == 0.0f ? 127 + 14 : umax(__float_as_uint(most) >> 23, 15);
+    const float up = __uint_as_float((2 * 127 + 14 - exponent) << 23);
+    if (threadIdx.x == 0) of_rows[blockIdx.x] = __uint_as_float((exponent - 14) << 23);
+    const uint64_t to = static_cast<uint64_t>(blockIdx.x) * (padded / 2);
+    uint32_t* low = lo ? reinterpret_cast<uint32_t*>(lo) + to : nullptr;
+    split<F16>(from, reinterpret_cast<uint32_t*>(hi) + to, low, gather, up, cols, padded, threadIdx.x, blockDim.x);
 }
 
-// The same in bf16, whose two planes also hold f32 weights.
+// The same in bf16, which has the range of f32: no units. Two planes also hold f32 weights.
 // Launch: grid (up to rows, up to padded / 256), block 128, no dynamic shared memory.
 extern "C" __global__ void split_bf16(const float* __restrict__ x, uint16_t* __restrict__ hi, uint16_t* __restrict__ lo,
                                       const int32_t* __restrict__ gather, uint32_t rows, uint32_t cols,
                                       uint32_t padded) {
-    split<Bf16>(x, reinterpret_cast<uint32_t*>(hi), reinterpret_cast<uint32_t*>(lo), gather, rows, cols, padded);
+    for (uint32_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        const uint64_t to = static_cast<uint64_t>(row) * (padded / 2);
+        uint32_t* low = lo ? reinterpret_cast<uint32_t*>(lo) + to : nullptr;
+        split<Bf16>(x + static_cast<uint64_t>(row) * cols, reinterpret_cast<uint32_t*>(hi) + to, low, gather, 1.0f,
+                    cols, padded, blockIdx.y * blockDim.x + threadIdx.x, gridDim.y * blockDim.x);
+    }
 }
 
 // ---- Statistics

@@ -3,15 +3,17 @@
 // The differences q - zero are exact in either 16-bit float. They are multiplied as they are, and a group's
 // sum is scaled once, in f32: no weight is ever rounded. Codes go from global memory to the registers where
 // the tensor cores want them, without passing through shared memory.
-// x planes are [rows][units * 32], aligned to 16 bytes; zero points are at most 2^bits.
+// x planes are [rows][units * 32], aligned to 16 bytes, their rows in units of of_rows as in gemm.cu; zero points are at
+// most 2^bits.
 #pragma once
 #include "gemm_tile.cuh"
 
 #define QUANT_ARGUMENTS                                                                                        \
     const uint16_t *__restrict__ xh, const uint16_t *__restrict__ xl, const uint32_t *__restrict__ q,          \
         const float *__restrict__ scales, const uint8_t *__restrict__ zeros, const float *__restrict__ bias,   \
-        float *__restrict__ out, uint32_t rows, uint32_t n, uint32_t units, uint32_t units_per_group
-#define QUANT_PASSED xh, xl, q, scales, zeros, bias, out, rows, n, units, units_per_group
+        const float *__restrict__ of_rows, float *__restrict__ out, uint32_t rows, uint32_t n, uint32_t units, \
+        uint32_t units_per_group
+#define QUANT_PASSED xh, xl, q, scales, zeros, bias, of_rows, out, rows, n, units, units_per_group
 
 // Two codes of equal width in the low bits of the two halves, minus two zero points. OR-ing a code into a
 // power of two whose last place is 1 makes a float of it; subtracting power + zero leaves the difference.
@@ -219,7 +221,7 @@ QK_INLINE void quant_big(QUANT_ARGUMENTS) {
     source.next(codes);
     Scales<4> scale;
     float sum[4][4][4] = {}, part[4][4][4] = {};
-    uint32_t slot = 0, group = 0, left = 0;
+    uint32_t slot = 0, group = 0, left = 0, chain = 0;
     for (uint32_t u = 0; u < units; ++u) {
         if (left == 0) {
             scale.load(scales, group++, col0, n);
@@ -256,7 +258,8 @@ QK_INLINE void quant_big(QUANT_ARGUMENTS) {
             }
         }
         slot = slot + 1 == STAGES ? 0 : slot + 1;
-        if (--left == 0 || u + 1 == units) {
+        if (--left == 0 || ++chain == CHAIN || u + 1 == units) {
+            chain = 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -273,9 +276,9 @@ QK_INLINE void quant_big(QUANT_ARGUMENTS) {
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
-                store_pair(out, bias, row + i * 16 + h * 8, col + j, rows, n, sum[i][j][h * 2], sum[i][j + 1][h * 2]);
-                store_pair(out, bias, row + i * 16 + h * 8, col + 4 + j, rows, n, sum[i][j][h * 2 + 1],
-                           sum[i][j + 1][h * 2 + 1]);
+                const uint32_t r = row + i * 16 + h * 8;
+                store_pair(out, bias, of_rows, r, col + j, rows, n, sum[i][j][h * 2], sum[i][j + 1][h * 2]);
+                store_pair(out, bias, of_rows, r, col + 4 + j, rows, n, sum[i][j][h * 2 + 1], sum[i][j + 1][h * 2 + 1]);
             }
         }
     }
@@ -306,7 +309,7 @@ QK_INLINE void quant_small(QUANT_ARGUMENTS) {
 
     Scales<SMALL_TILES> scale;
     float sum[SMALL_TILES][4] = {}, part[SMALL_TILES][4] = {};
-    uint32_t group = run.first / units_per_group, left = units_per_group - run.first % units_per_group;
+    uint32_t group = run.first / units_per_group, left = units_per_group - run.first % units_per_group, chain = 0;
     bool fresh = true;
     for (uint32_t u = run.first; u < run.last; u += AHEAD) {
 #pragma unroll
@@ -335,7 +338,8 @@ QK_INLINE void quant_small(QUANT_ARGUMENTS) {
                 xs.load(x[i], u + i + AHEAD);
             }
             fresh = --left == 0;
-            if (fresh || u + i + 1 == run.last) {
+            if (fresh || ++chain == CHAIN || u + i + 1 == run.last) {
+                chain = 0;
 #pragma unroll
                 for (int j = 0; j < SMALL_TILES; ++j) scale.add(j, sum[j], part[j]);
                 left = fresh ? units_per_group : left;
@@ -351,5 +355,5 @@ QK_INLINE void quant_small(QUANT_ARGUMENTS) {
         parts[warp][r + 8][c + j] = sum[j][2];
         parts[warp][r + 8][c + SMALL_TILES + j] = sum[j][3];
     }
-    reduce_small(parts, bias, out, row0, col0, rows, n);
+    reduce_small(parts, bias, of_rows, out, row0, col0, rows, n);
 }

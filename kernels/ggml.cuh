@@ -183,7 +183,7 @@ QK_INLINE uint4 packed(const uint16_t (&v)[8]) {
                       v[4] | static_cast<uint32_t>(v[5]) << 16, v[6] | static_cast<uint32_t>(v[7]) << 16);
 }
 
-// As split_f16 in elementwise.cu: beyond the largest finite value it stays there.
+// Beyond the largest finite value it stays there.
 QK_INLINE uint16_t narrow_f16(float v) {
     v = v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
     return __half_as_ushort(__float2half_rn(v));

@@ -14,13 +14,19 @@ Two readings, float32 on the CPU, each with its perplexity in the JSON on stdout
 With --jitter N the layout is read N times more, each embedding changed by a random millionth at
 most. Where inputs are rounded, the last digits of a sum decide which way a number goes, and later
 layers amplify it: two right readers may differ by as much as these readings do.
-`weights` counts the linears whose weights are the same numbers in both readings, and tells the
-largest difference, relative to the largest weight of its linear.
+With --like vllm the layout is read once more with the scales of vLLM's kernels (csrc/quantization/
+w8a8: int8/scaled_quant.cu, fp8/common.cu, fp8/per_token_group_quant.cu), in float32.
+`weights` counts the linears whose weights are the same numbers in both readings, and gives the
+largest difference, relative to the largest weight of its linear. `linears` gives both readings of
+single linears: each linear of the layout gets the very inputs that the consumer's linear gets in
+the first window; the differences of a token's outputs are relative to their norm. `differences`
+compares whole models window by window: mean, standard error and root mean square of the
+differences of the windows' mean log-likelihoods, in per cent of the perplexity.
 Convention: the whole text is tokenized once without special tokens, consecutive windows that do
 not overlap, every next token inside a window scored, summed in float64.
 
 usage: interop_formats.py ARTIFACT --text FILE [--windows 16] [--window 512] [--only layout|consumer]
-                          [--float-inputs] [--jitter N] [--dequantize] [--kernel torch]
+                          [--float-inputs] [--jitter N] [--like vllm] [--dequantize] [--kernel torch]
 """
 import argparse, json, math, os, re, sys, traceback
 from pathlib import Path
@@ -39,13 +45,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 
 @torch.no_grad()
 def perplexity(model, windows, cache=None):
-    nll = 0.0
+    nlls = []
     for w in windows:
         past = {"past_key_values": cache(), "use_cache": True} if cache else {"use_cache": False}
         logits = model(input_ids=w[None], **past).logits[0].float()
-        nll += torch.nn.functional.cross_entropy(logits[:-1], w[1:], reduction="none").double().sum().item()
+        nlls.append(torch.nn.functional.cross_entropy(logits[:-1], w[1:], reduction="none").double().sum().item())
     count = windows.shape[0] * (windows.shape[1] - 1)
-    return {"perplexity": math.exp(nll / count), "mean_nll": nll / count, "tokens_scored": count}
+    nll = sum(nlls) / count
+    each = [n / (windows.shape[1] - 1) for n in nlls]
+    return {"perplexity": math.exp(nll), "mean_nll": nll, "tokens_scored": count, "window_nlls": each}
+
+def difference(of, to):
+    """How far the windows of one reading are from those of another, in per cent of the perplexity."""
+    d = 100 * (np.array(of["window_nlls"]) - np.array(to["window_nlls"]))
+    error = d.std(ddof=1) / math.sqrt(d.size) if d.size > 1 else math.nan
+    return {"mean": d.mean(), "standard_error": error, "root_mean_square": math.sqrt((d ** 2).mean())}
 
 # Layouts, in numpy.
 
@@ -183,6 +197,8 @@ LAYOUTS = {"compressed-tensors": CompressedTensors, "awq": Awq, "fp8": Fp8}
 
 class Rounding:
     """Numbers to 8 bits and back: bytes whose scale maps the largest magnitude to 127.5, or E4M3 with 448."""
+    like = None                                             # or "vllm"
+
     def __init__(self, kind, strategy, size, symmetric, scale, zero):
         self.kind, self.strategy, self.size, self.symmetric, self.scale, self.zero = kind, strategy, size, symmetric, scale, zero
 
@@ -192,6 +208,8 @@ class Rounding:
         return torch.cat([self.round(part) for part in x.split(self.size, -1)], -1)   # the last may be smaller
 
     def round(self, x):
+        if Rounding.like == "vllm":
+            return self.as_vllm(x)
         top = 448.0 if self.kind == "float" else 127.5
         zero = torch.zeros(())
         if self.scale is not None:
@@ -204,10 +222,37 @@ class Rounding:
             zero = torch.where(scale > 0, (-128 - low / scale).clamp(-128, 127).round(), zero)
         scale = torch.where(scale > 0, scale, torch.finfo(torch.float32).eps)
         if self.kind == "float":
-            y = (x / scale).clamp(-448, 448)
-            step = torch.exp2((torch.frexp(y.abs()).exponent - 1).clamp(min=-6) - 3.0)
-            return (y / step).round() * step * scale
+            return self.nearest(x / scale) * scale
         return ((x / scale + zero).clamp(-128, 127).round() - zero) * scale
+
+    @staticmethod
+    def nearest(y):
+        """The nearest E4M3 number, ties to even, at most 448."""
+        y = y.clamp(-448, 448)
+        step = torch.exp2((torch.frexp(y.abs()).exponent - 1).clamp(min=-6) - 3.0)
+        return (y / step).round() * step
+
+    def as_vllm(self, x):
+        most = x.abs().amax(-1, keepdim=True)
+        if self.kind == "float":
+            if self.scale is not None:
+                return self.nearest(x * (1 / self.scale)) * self.scale
+            if self.strategy == "group":
+                scale = most.clamp(min=1e-10) / 448
+            else:
+                scale = (most / 448).clamp(min=1 / (448 * 512))
+            return self.nearest(x / scale) * scale
+        if self.scale is not None and self.zero is None:
+            return (x / self.scale).round().clamp(-128, 127) * self.scale
+        if self.scale is not None:
+            return (((x * (1 / self.scale)).round() + self.zero).clamp(-128, 127) - self.zero) * self.scale
+        if self.symmetric:
+            inverse = torch.where(most > 0, 127 / most, 0)
+            return (x * inverse).round().clamp(-128, 127) * (most / 127)
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        scale = (high - low) / 255
+        zero = (-128 - low / scale).round()
+        return (((x * (1 / scale)).round() + zero).clamp(-128, 127) - zero) * scale
 
 class RoundedCache(DynamicCache):
     """Keys and values go through `rounding[layer]` on their way in."""
@@ -272,7 +317,7 @@ def dense_model(folder, float_inputs):
         rounding = [(of(i, "k"), of(i, "v")) for i in range(config.num_hidden_layers)]
         cache = lambda: RoundedCache(rounding)
         facts["rounded_caches"] = len(rounding)
-    return model, facts, cache, list(inputs)
+    return model, facts, cache, inputs
 
 def jittered(model, windows, cache, count):
     readings = []
@@ -280,7 +325,7 @@ def jittered(model, windows, cache, count):
         random = torch.Generator().manual_seed(seed)
         hook = model.get_input_embeddings().register_forward_hook(
             lambda _, ids, x: x * (1 + (torch.rand(x.shape, generator=random) - 0.5) * 2e-6))
-        readings.append(perplexity(model, windows, cache)["perplexity"])
+        readings.append(perplexity(model, windows, cache))
         hook.remove()
     return readings
 
@@ -320,6 +365,28 @@ def compare(dense, names, weight):
                    for n in names]
     return {"linears": len(names), "equal": sum(d == 0 for d in differences), "largest_difference": max(differences)}
 
+@torch.no_grad()
+def compare_linears(dense, inputs, model, window):
+    """Both readings of each linear, of the inputs that the consumer's has in one window."""
+    worst, total, count = {}, 0.0, 0
+    def look(name):
+        linear, rounding = dense.get_submodule(name), inputs[name]
+        def hook(module, args, out):
+            nonlocal total, count
+            x = args[0].float()
+            y = torch.nn.functional.linear(rounding(x) if rounding else x, linear.weight, linear.bias)
+            away = (y - out).norm(dim=-1) / out.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+            worst[name] = away.max().item()
+            total, count = total + away.double().sum().item(), count + away.numel()
+        return hook
+    model(input_ids=window[None], use_cache=False)          # compressed-tensors decompresses in the first pass
+    hooks = [model.get_submodule(name).register_forward_hook(look(name)) for name in inputs]
+    model(input_ids=window[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    name = max(worst, key=worst.get)
+    return {"linears": len(worst), "mean": total / count, "largest": worst[name], "of": name}
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("artifact", type=Path)
@@ -329,6 +396,7 @@ def main():
     ap.add_argument("--only", choices=["layout", "consumer"])
     ap.add_argument("--float-inputs", action="store_true", help="layout: leave inputs, keys and values as they are")
     ap.add_argument("--jitter", type=int, default=0, help="so many readings of the layout with embeddings a millionth off")
+    ap.add_argument("--like", choices=["vllm"], help="layout: read once more with the scales of another engine")
     ap.add_argument("--dequantize", action="store_true", help="consumer: compressed-tensors makes floats of the weights "
                     "while it loads, and leaves inputs as they are")
     ap.add_argument("--kernel", default="torch", help="GPTQModel's name of a backend")
@@ -340,14 +408,23 @@ def main():
     windows = torch.tensor(ids[:args.windows * args.window]).view(args.windows, args.window)
     method = quantization_config(args.artifact)["quant_method"]
     result = {"quant_method": method, "windows": args.windows, "window": args.window}
-    dense = weight = None
+    dense = weight = model = None
+    differences = {}
     if args.only != "consumer":
         try:
             dense, facts, cache, names = dense_model(args.artifact, args.float_inputs)
-            result["layout"] = perplexity(dense, windows, cache) | facts | {"float_inputs": args.float_inputs}
+            layout = perplexity(dense, windows, cache)
+            result["layout"] = layout | facts | {"float_inputs": args.float_inputs}
             if args.jitter:
                 readings = jittered(dense, windows, cache, args.jitter)
-                result["layout_jittered"] = {"lowest": min(readings), "highest": max(readings), "readings": readings}
+                values = [reading["perplexity"] for reading in readings]
+                result["layout_jittered"] = {"lowest": min(values), "highest": max(values), "readings": values}
+                differences["jittered, layout"] = [difference(reading, layout) for reading in readings]
+            if args.like:
+                Rounding.like = args.like
+                result["layout_like"] = perplexity(dense, windows, cache) | {"like": args.like}
+                Rounding.like = None
+                differences[f"like {args.like}, layout"] = difference(result["layout_like"], layout)
         except Exception as error:                          # one reader's refusal is a result too
             traceback.print_exc()
             result["layout"] = {"error": f"{type(error).__name__}: {error}"}
@@ -355,6 +432,8 @@ def main():
         try:
             model, facts, weight = CONSUMERS[method](args.artifact, args)
             result["consumer"] = perplexity(model, windows) | facts
+            if "mean_nll" in result.get("layout", {}):
+                differences["consumer, layout"] = difference(result["consumer"], result["layout"])
         except Exception as error:
             traceback.print_exc()
             result["consumer"] = {"error": f"{type(error).__name__}: {error}"}
@@ -364,6 +443,12 @@ def main():
         except Exception as error:
             traceback.print_exc()
             result["weights"] = {"error": f"{type(error).__name__}: {error}"}
+    if dense is not None and model is not None and method == "compressed-tensors" and not (args.dequantize or args.float_inputs):
+        result["linears"] = compare_linears(dense, names, model, windows[0])
+    result["differences"] = differences
+    for reading in result.values():
+        if isinstance(reading, dict):
+            reading.pop("window_nlls", None)
     answer.write(json.dumps(result, indent=1) + "\n")
     answer.flush()
     sys.exit(any("error" in r for r in result.values() if isinstance(r, dict)))

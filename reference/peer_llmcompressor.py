@@ -2,9 +2,11 @@
 
 Recipes (--recipe), each with lm_head left alone and everything else as llm-compressor has it:
   w8a8       SmoothQuant of strength 0.8, then GPTQ to bytes, one scale an output channel; inputs by token
+  w8a8-rtn   the same form by plain rounding; no calibration
   w4a16      GPTQ, 4 bits, symmetric, groups of --group-size
   awq        AWQ, 4 bits, asymmetric, groups of --group-size
   fp8        FP8_DYNAMIC: E4M3, one scale an output channel; inputs by token; no calibration
+  fp8-static FP8: E4M3, one scale a weight; inputs by one scale that calibration finds
   fp8-block  FP8_BLOCK: E4M3, one scale a block of 128 x 128; inputs in groups of 128; no calibration
 
 Calibration: the text is tokenized once without special tokens; the first --nsamples consecutive
@@ -46,9 +48,11 @@ def recipe(name, group_size):
     whole = {"targets": "Linear", "ignore": ["lm_head"]}
     return {
         "w8a8": lambda: [SmoothQuantModifier(smoothing_strength=0.8), GPTQModifier(scheme="W8A8", **whole)],
+        "w8a8-rtn": lambda: [QuantizationModifier(scheme="W8A8", **whole)],
         "w4a16": lambda: [GPTQModifier(**four_bits(group_size, True))],
         "awq": lambda: [AWQModifier(), QuantizationModifier(**four_bits(group_size, False))],
         "fp8": lambda: [QuantizationModifier(scheme="FP8_DYNAMIC", **whole)],
+        "fp8-static": lambda: [QuantizationModifier(scheme="FP8", **whole)],
         "fp8-block": lambda: [QuantizationModifier(scheme="FP8_BLOCK", **whole)],
     }[name]()
 
@@ -56,7 +60,7 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("model", type=Path)
     ap.add_argument("out", type=Path)
-    ap.add_argument("--recipe", choices=["w8a8", "w4a16", "awq", "fp8", "fp8-block"], required=True)
+    ap.add_argument("--recipe", choices=["w8a8", "w8a8-rtn", "w4a16", "awq", "fp8", "fp8-static", "fp8-block"], required=True)
     ap.add_argument("--calib", type=Path, required=True)
     ap.add_argument("--nsamples", type=int, default=32)
     ap.add_argument("--seqlen", type=int, default=512)
@@ -70,7 +74,7 @@ def main():
         sys.exit(f"{args.calib}: {len(ids)} tokens are fewer than {args.nsamples} x {args.seqlen}")
     windows = [ids[i * args.seqlen:(i + 1) * args.seqlen] for i in range(args.nsamples)]
     calibration = Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * args.seqlen] * args.nsamples})
-    data = {} if args.recipe.startswith("fp8") else {
+    data = {} if args.recipe in ("w8a8-rtn", "fp8", "fp8-block") else {
         "dataset": calibration, "num_calibration_samples": args.nsamples, "max_seq_length": args.seqlen,
         "shuffle_calibration_samples": False}
 

@@ -1,6 +1,8 @@
 //! What a quantization was asked to do, settled: the record that every artifact carries, and whose equality
 //! lets an interrupted run go on.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::calibrate::cache::Sharing;
@@ -149,6 +151,9 @@ pub struct Recipe {
     pub rules: Vec<String>,
     pub skips: Vec<String>,
     pub on_misfit: String,
+    /// Linears left in floating point because a consumer named by `--for` would not load them, each with its reason.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub left_out: BTreeMap<String, String>,
     /// The form of the artifact.
     pub format: String,
     pub max_shard_bytes: u64,

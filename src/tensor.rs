@@ -22,6 +22,15 @@ pub enum Dtype {
     /// OCP E4M3: no infinities, largest 448.
     F8E4M3,
     Bool,
+    // The following occur in the files of other programs; nothing here computes with them.
+    I16,
+    U16,
+    U32,
+    U64,
+    F64,
+    F8E5M2,
+    /// Powers of two, the scales of MX formats.
+    F8E8M0,
     /// Bytes of blocks, not elements: only the source of the weight can read them.
     Blocks,
 }
@@ -30,10 +39,11 @@ impl Dtype {
     /// Bytes per element.
     pub const fn size(self) -> usize {
         match self {
-            Dtype::I64 => 8,
-            Dtype::F32 | Dtype::I32 => 4,
-            Dtype::F16 | Dtype::BF16 => 2,
+            Dtype::I64 | Dtype::U64 | Dtype::F64 => 8,
+            Dtype::F32 | Dtype::I32 | Dtype::U32 => 4,
+            Dtype::F16 | Dtype::BF16 | Dtype::I16 | Dtype::U16 => 2,
             Dtype::U8 | Dtype::I8 | Dtype::F8E4M3 | Dtype::Bool | Dtype::Blocks => 1,
+            Dtype::F8E5M2 | Dtype::F8E8M0 => 1,
         }
     }
 
@@ -49,6 +59,13 @@ impl Dtype {
             Dtype::I8 => "I8",
             Dtype::F8E4M3 => "F8_E4M3",
             Dtype::Bool => "BOOL",
+            Dtype::I16 => "I16",
+            Dtype::U16 => "U16",
+            Dtype::U32 => "U32",
+            Dtype::U64 => "U64",
+            Dtype::F64 => "F64",
+            Dtype::F8E5M2 => "F8_E5M2",
+            Dtype::F8E8M0 => "F8_E8M0",
             Dtype::Blocks => "blocks",
         }
     }
@@ -56,7 +73,8 @@ impl Dtype {
     /// The type a safetensors header names, if it is one we hold.
     pub fn parse(name: &str) -> Option<Self> {
         use Dtype::*;
-        [F32, F16, BF16, I32, I64, U8, I8, F8E4M3, Bool].into_iter().find(|d| d.name() == name)
+        let all = [F32, F16, BF16, I32, I64, U8, I8, F8E4M3, Bool, I16, U16, U32, U64, F64, F8E5M2, F8E8M0];
+        all.into_iter().find(|d| d.name() == name)
     }
 
     /// Whether weights may be stored in this type.

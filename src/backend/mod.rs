@@ -179,6 +179,35 @@ impl Drift {
     }
 }
 
+/// A decoding step that is computed at once. It ends when this goes.
+pub struct DecodingStep(Option<cuda::graph::Measuring>);
+
+impl DecodingStep {
+    /// Bytes of memory that it takes to record such a step, so far; `None` where it cannot be recorded.
+    pub fn bytes(&self) -> Option<usize> {
+        self.0.as_ref().and_then(cuda::graph::Measuring::bytes)
+    }
+}
+
+/// Memory that recorded steps share: what one leaves there holds until the next one runs.
+pub struct Workspace(cuda::graph::GraphSpace);
+
+impl Workspace {
+    pub fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+}
+
+/// A recording in progress. If it goes before it is finished, what was recorded goes with it.
+pub struct RecordingStep(cuda::graph::Capture);
+
+impl RecordingStep {
+    /// Ends it.
+    pub fn finish(self) -> Done<Recording> {
+        self.0.finish().map(Recording)
+    }
+}
+
 /// The device work of some operations, to be run again on other contents of the same memory.
 pub struct Recording(cuda::graph::Graph);
 
@@ -331,9 +360,17 @@ pub trait Backend: Send + Sync {
     /// plus infinity in it, or nothing above minus infinity.
     fn argmax(&self, x: &Tensor) -> Done<Vec<Option<u32>>>;
 
-    /// Starts recording; `false` where there is nothing to gain.
-    fn begin_recording(&self) -> Done<bool>;
+    /// Whether decoding steps can be recorded.
+    fn records(&self) -> bool;
 
-    /// Ends the recording that `begin_recording` started.
-    fn end_recording(&self) -> Done<Recording>;
+    /// Starts a decoding step, one more token of each of some sequences, that is computed at once. How its products are
+    /// computed depends on their shapes and on its being such a step, but not on whether it is recorded.
+    fn begin_step(&self) -> Done<DecodingStep>;
+
+    /// Memory for recorded steps.
+    fn workspace(&self, bytes: usize) -> Done<Workspace>;
+
+    /// Starts recording a decoding step, with its memory in `workspace`. A step of the same shape was computed before:
+    /// nothing is loaded or allocated now.
+    fn begin_recording(&self, workspace: &Workspace) -> Done<RecordingStep>;
 }

@@ -1,7 +1,9 @@
 //! Calibration text: where it comes from, and how it becomes token windows.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -9,8 +11,10 @@ use rayon::prelude::*;
 use serde_json::Value;
 use thiserror::Error;
 
+use super::text::{Counted, TextFacts, TextSource};
 use crate::model::chat::{ChatError, Message};
-use crate::model::tokenizer::{BosRule, Tokenizer, TokenizerError, text_sha256};
+use crate::model::cuts::{PIECE, TextEncoder};
+use crate::model::tokenizer::{BosRule, Tokenizer, TokenizerError};
 
 /// Text shipped for calibration when the user gives none.
 const CALIBRATION: &str = include_str!("../../calib/calibration.txt");
@@ -21,6 +25,8 @@ const HELDOUT_SCIENCE: &str = include_str!("../../calib/heldout-science.txt");
 
 /// Documents tokenized side by side.
 const AT_ONCE: usize = 256;
+/// What lies between documents that are one text.
+const BETWEEN: &str = "\n\n";
 
 /// What can be wrong with a corpus.
 #[derive(Debug, Error)]
@@ -61,84 +67,129 @@ fn advice(fits: usize) -> String {
 }
 
 /// Renders a conversation with the model's chat template.
-pub type RenderChat<'a> = &'a dyn Fn(&[Message]) -> Result<String, ChatError>;
+pub type RenderChat = Arc<dyn Fn(&[Message]) -> Result<String, ChatError> + Send + Sync>;
 
-/// Documents, and what the report calls them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Documents, and what the report calls them. A file is read again whenever its text is asked for, so that memory does not
+/// grow with it.
+#[derive(Clone)]
 pub struct Corpus {
     /// `builtin`, `heldout`, `heldout-science` or the file.
     pub name: String,
-    /// One document for a .txt file, one per line for .jsonl.
-    pub documents: Vec<String>,
     /// SHA-256 of the file.
     pub sha256: String,
+    /// Documents that are not empty: one for a .txt file, one per line for .jsonl.
+    pub documents: usize,
+    /// All documents as one text.
+    pub facts: TextFacts,
+    source: TextSource,
+}
+
+impl fmt::Debug for Corpus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, sha256, documents, facts, .. } = self;
+        f.debug_struct("Corpus")
+            .field("name", name)
+            .field("sha256", sha256)
+            .field("documents", documents)
+            .field("facts", facts)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Corpus {
     /// The shipped calibration text.
     pub fn builtin() -> Self {
-        Self { name: "builtin".into(), documents: vec![CALIBRATION.into()], sha256: text_sha256(CALIBRATION) }
+        Self::shipped("builtin", CALIBRATION)
     }
 
     /// The shipped text for measurements.
     pub fn heldout() -> Self {
-        Self { name: "heldout".into(), documents: vec![HELDOUT.into()], sha256: text_sha256(HELDOUT) }
+        Self::shipped("heldout", HELDOUT)
     }
 
     /// The shipped text of another kind for measurements.
     pub fn heldout_science() -> Self {
-        let sha256 = text_sha256(HELDOUT_SCIENCE);
-        Self { name: "heldout-science".into(), documents: vec![HELDOUT_SCIENCE.into()], sha256 }
+        Self::shipped("heldout-science", HELDOUT_SCIENCE)
+    }
+
+    fn shipped(name: &str, text: &'static str) -> Self {
+        let facts = TextFacts::of(text);
+        Self { name: name.into(), sha256: facts.sha256.clone(), documents: 1, facts, source: TextSource::Shipped(text) }
     }
 
     /// A user's file: `.jsonl` is one JSON object per line with `text` or `messages`, anything else one plain
     /// text. Empty lines and empty texts are passed over. Line ends become LF, as when Python reads text: the
     /// published figures on files with CR LF are made so.
-    pub fn read(path: &Path, chat: Option<RenderChat<'_>>) -> Result<Self, CorpusError> {
+    ///
+    /// # Errors
+    /// For a file that cannot be read, is not text, or has a line that is not understood, whether or not that part of it
+    /// will be needed.
+    pub fn read(path: &Path, chat: Option<RenderChat>) -> Result<Self, CorpusError> {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
         if ["json", "parquet", "csv", "gz", "zst", "zip", "pdf"].contains(&&*extension) {
             return Err(CorpusError::Kind { path: path.into(), extension });
         }
-        let lines = extension == "jsonl";
-        let bytes = std::fs::read(path).map_err(|e| CorpusError::Io { path: path.into(), why: e.to_string() })?;
-        let text = String::from_utf8(bytes)
-            .map_err(|e| CorpusError::NotText { path: path.into(), offset: e.utf8_error().valid_up_to() })?;
-        let sha256 = text_sha256(&text);
-        // A byte order mark is an editor's trace, not text.
-        let text = text.strip_prefix('\u{feff}').unwrap_or(&text).replace("\r\n", "\n").replace('\r', "\n");
-        let mut documents = if lines { read_lines(path, &text, chat)? } else { vec![text] };
-        documents.retain(|document| !document.is_empty());
-        if documents.iter().all(|document| document.trim().is_empty()) {
+        let source = TextSource::file(path, (extension == "jsonl").then_some(chat))?;
+        let mut reader = source.open()?;
+        let (mut facts, mut documents, mut ended, mut blank) = (Counted::default(), 0, true, true);
+        while let Some(piece) = reader.next_piece()? {
+            if ended && documents > 0 {
+                facts.add(BETWEEN);
+            }
+            documents += usize::from(ended);
+            ended = piece.ends;
+            blank &= piece.text.trim().is_empty();
+            facts.add(&piece.text);
+        }
+        if blank {
             return Err(CorpusError::Empty { name: path.display().to_string() });
         }
         // Reports are to be the same wherever the text lies.
         let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
-        Ok(Self { name, documents, sha256 })
+        Ok(Self { name, sha256: reader.sha256(), documents, facts: facts.finish(), source })
     }
 
     /// All documents as one stream of tokens. Between documents stands the tokenizer's EOS, if it has one, unless
-    /// the document ends with an EOS already (chat templates write their own). A .txt file is one document and
-    /// is tokenized in one piece.
+    /// the document ends with an EOS already (chat templates write their own).
     pub fn tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, CorpusError> {
         self.first_tokens(tokenizer, usize::MAX)
     }
 
-    /// As [`Corpus::tokens`], but documents after the first `enough` tokens are not looked at.
+    /// As [`Corpus::tokens`], but text after the first `enough` tokens is neither read nor tokenized.
     pub fn first_tokens(&self, tokenizer: &Tokenizer, enough: usize) -> Result<Vec<u32>, CorpusError> {
-        let mut stream: Vec<u32> = Vec::new();
-        for documents in self.documents.chunks(AT_ONCE) {
-            if stream.len() >= enough {
-                break;
-            }
-            let encoded: Vec<Vec<u32>> =
-                documents.par_iter().map(|document| tokenizer.encode(document)).collect::<Result<_, _>>()?;
-            for tokens in encoded {
-                let ended = stream.last().is_none_or(|last| tokenizer.eos().contains(last));
-                if let (false, Some(&eos)) = (ended, tokenizer.eos().first()) {
-                    stream.push(eos);
+        let (mut stream, mut reader) = (Vec::new(), self.source.open()?);
+        let mut whole: Vec<String> = Vec::new();
+        let mut begun: Option<TextEncoder> = None;
+        while stream.len() < enough
+            && let Some(piece) = reader.next_piece()?
+        {
+            match (begun.take(), piece.ends) {
+                // Documents that come in one piece are tokenized side by side.
+                (None, true) => {
+                    whole.push(piece.text.into_owned());
+                    if whole.len() == AT_ONCE {
+                        append(&mut stream, tokenizer, &std::mem::take(&mut whole))?;
+                    }
                 }
-                stream.extend(tokens);
+                (encoder, ends) => {
+                    let mut encoder = match encoder {
+                        Some(encoder) => encoder,
+                        None => {
+                            append(&mut stream, tokenizer, &std::mem::take(&mut whole))?;
+                            between(&mut stream, tokenizer);
+                            TextEncoder::new(tokenizer, PIECE)
+                        }
+                    };
+                    encoder.push(&piece.text, &mut stream)?;
+                    match ends {
+                        true => encoder.finish(&mut stream)?,
+                        false => begun = Some(encoder),
+                    }
+                }
             }
+        }
+        if stream.len() < enough {
+            append(&mut stream, tokenizer, &whole)?;
         }
         if stream.is_empty() {
             return Err(CorpusError::Empty { name: self.name.clone() });
@@ -146,35 +197,90 @@ impl Corpus {
         Ok(stream)
     }
 
+    /// The tokens of [`Corpus::text`], at least `enough` of them if it has so many; text after them is neither read nor
+    /// tokenized.
+    pub fn first_text_tokens(&self, tokenizer: &Tokenizer, enough: usize) -> Result<Vec<u32>, CorpusError> {
+        let (mut ids, mut reader) = (Vec::new(), self.source.open()?);
+        let mut encoder = TextEncoder::new(tokenizer, PIECE);
+        let (mut ended, mut first) = (true, true);
+        while ids.len() < enough {
+            let Some(piece) = reader.next_piece()? else {
+                encoder.finish(&mut ids)?;
+                break;
+            };
+            if ended && !first {
+                encoder.push(BETWEEN, &mut ids)?;
+            }
+            (ended, first) = (piece.ends, false);
+            encoder.push(&piece.text, &mut ids)?;
+        }
+        Ok(ids)
+    }
+
     /// All documents as one text for measurements, a blank line between them, as the papers join the rows of
     /// a data set.
-    pub fn text(&self) -> String {
-        self.documents.join("\n\n")
+    pub fn text(&self) -> Result<String, CorpusError> {
+        Ok(self.all_documents()?.join(BETWEEN))
+    }
+
+    /// The documents themselves.
+    pub fn all_documents(&self) -> Result<Vec<String>, CorpusError> {
+        let (mut out, mut ended, mut reader) = (Vec::new(), true, self.source.open()?);
+        while let Some(piece) = reader.next_piece()? {
+            match (ended, out.last_mut()) {
+                (false, Some(last)) => String::push_str(last, &piece.text),
+                _ => out.push(piece.text.into_owned()),
+            }
+            ended = piece.ends;
+        }
+        Ok(out)
     }
 }
 
-fn read_lines(path: &Path, text: &str, chat: Option<RenderChat<'_>>) -> Result<Vec<String>, CorpusError> {
-    let mut documents = Vec::new();
-    for (index, line) in text.lines().enumerate() {
-        let number = index + 1;
-        if line.trim().is_empty() {
-            continue;
-        }
-        let bad = |why: String| CorpusError::Line { path: path.into(), line: number, why };
-        let value: Value = serde_json::from_str(line).map_err(|e| bad(format!("not JSON: {}", json_reason(&e))))?;
-        let document = match (value.get("text"), value.get("messages")) {
-            (Some(Value::String(text)), _) => text.clone(),
-            (Some(_), _) => return Err(bad("`text` is not a string".into())),
-            (None, Some(list)) => {
-                let messages = messages(list).map_err(bad)?;
-                let chat = chat.ok_or_else(|| CorpusError::NoTemplate { path: path.into(), line: number })?;
-                chat(&messages).map_err(|source| CorpusError::Chat { path: path.into(), line: number, source })?
-            }
-            (None, None) => return Err(bad("has neither `text` nor `messages`".into())),
-        };
-        documents.push(document);
+/// Adds whole documents to a stream.
+fn append(stream: &mut Vec<u32>, tokenizer: &Tokenizer, documents: &[String]) -> Result<(), CorpusError> {
+    let one = |document: &String| {
+        let (mut ids, mut encoder) = (Vec::new(), TextEncoder::new(tokenizer, PIECE));
+        encoder.push(document, &mut ids)?;
+        encoder.finish(&mut ids)?;
+        Ok::<_, TokenizerError>(ids)
+    };
+    // Taken in order, so that the first fault is the one that is reported.
+    for tokens in documents.par_iter().map(one).collect::<Vec<_>>() {
+        let tokens = tokens?;
+        between(stream, tokenizer);
+        stream.extend(tokens);
     }
-    Ok(documents)
+    Ok(())
+}
+
+/// Ends what is in the stream, if it has not ended itself.
+fn between(stream: &mut Vec<u32>, tokenizer: &Tokenizer) {
+    let ended = stream.last().is_none_or(|last| tokenizer.eos().contains(last));
+    if let (false, Some(&eos)) = (ended, tokenizer.eos().first()) {
+        stream.push(eos);
+    }
+}
+
+/// What a line of a .jsonl file holds.
+pub(super) fn document(
+    path: &Path,
+    number: usize,
+    line: &str,
+    chat: Option<&RenderChat>,
+) -> Result<String, CorpusError> {
+    let bad = |why: String| CorpusError::Line { path: path.into(), line: number, why };
+    let value: Value = serde_json::from_str(line).map_err(|e| bad(format!("not JSON: {}", json_reason(&e))))?;
+    match (value.get("text"), value.get("messages")) {
+        (Some(Value::String(text)), _) => Ok(text.clone()),
+        (Some(_), _) => Err(bad("`text` is not a string".into())),
+        (None, Some(list)) => {
+            let messages = messages(list).map_err(bad)?;
+            let chat = chat.ok_or_else(|| CorpusError::NoTemplate { path: path.into(), line: number })?;
+            chat(&messages).map_err(|source| CorpusError::Chat { path: path.into(), line: number, source })
+        }
+        (None, None) => Err(bad("has neither `text` nor `messages`".into())),
+    }
 }
 
 /// The parser counts lines from the start of the one line it was given, which would mislead here.

@@ -3,3 +3,4 @@
 pub mod cache;
 pub mod corpus;
 pub mod driver;
+pub mod text;

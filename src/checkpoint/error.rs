@@ -12,8 +12,8 @@ pub enum CheckpointError {
     NoFolder(PathBuf),
     #[error("`{0}` is missing")]
     NoFile(PathBuf),
-    #[error("`{0}` holds no safetensors weights (`model.safetensors` or an index with its shards){1}")]
-    NoWeights(PathBuf, &'static str),
+    #[error("`{0}` holds no safetensors weights (`model.safetensors` or an index with its shards)")]
+    NoWeights(PathBuf),
     #[error("cannot read `{path}`: {why}")]
     Io { path: PathBuf, why: String },
     #[error(transparent)]

@@ -64,11 +64,7 @@ pub fn shards(dir: &Path) -> Result<Shards, CheckpointError> {
     let files: Vec<String> = list(dir)?.into_iter().filter(|f| f.ends_with(".safetensors")).collect();
     match files.len() {
         1 => Ok(Shards { files, ..Shards::default() }),
-        0 => {
-            let pickled = list(dir)?.iter().any(|f| f.ends_with(".bin") || f.ends_with(".pth"));
-            let hint = if pickled { "; pickled weights are not read: convert them to safetensors first" } else { "" };
-            Err(CheckpointError::NoWeights(dir.into(), hint))
-        }
+        0 => Err(CheckpointError::NoWeights(dir.into())),
         _ => Err(CheckpointError::NoFile(index)),
     }
 }

@@ -18,6 +18,7 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 
 pub use error::CheckpointError;
+pub use index::snapshot;
 pub use keys::{JsonKeys, KeyError, whole};
 pub use scan::NonFinite;
 
@@ -48,7 +49,7 @@ impl SideFile {
 }
 
 /// A model folder, opened and checked.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
     config: Value,
@@ -90,7 +91,7 @@ impl Checkpoint {
             Err(error @ CheckpointError::Json { .. }) => {
                 damage.push(error);
                 let none = Default::default();
-                Self::assembled(index::snapshot(dir)?, Value::Null, none, Vec::new(), Default::default())
+                Self::assembled(snapshot(dir)?, Value::Null, none, Vec::new(), Default::default())
             }
             opened => opened?,
         };
@@ -128,7 +129,7 @@ impl Checkpoint {
         if !dir.is_dir() {
             return Err(CheckpointError::NoFolder(dir.into()));
         }
-        let dir = index::snapshot(dir)?;
+        let dir = snapshot(dir)?;
         let config = read_json(&dir.join("config.json"))?;
         if !config.is_object() {
             return Err(CheckpointError::Json { path: dir.join("config.json"), why: "not a JSON object".into() });
@@ -327,7 +328,8 @@ fn map_file(dir: &Path, file: &Arc<str>, tensors: &mut BTreeMap<String, Entry>) 
     let header = |why: String| CheckpointError::Header { path: path.clone(), why };
     let (data_start, metadata) = SafeTensors::read_metadata(&map).map_err(|e| header(e.to_string()))?;
     let data_start = data_start + 8;
-    for (name, info) in metadata.tensors() {
+    // Sorted: the crate's map has another order in every run, and the first fault is the one reported.
+    for (name, info) in metadata.tensors().into_iter().collect::<BTreeMap<_, _>>() {
         let dtype = Dtype::parse(&info.dtype.to_string()).ok_or_else(|| CheckpointError::Unread {
             path: path.clone(),
             tensor: name.clone(),

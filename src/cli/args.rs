@@ -147,7 +147,8 @@ pub struct SchemeArgs {
     /// Leave modules whose path matches in floating point
     #[arg(long = "skip", value_name = "REGEX")]
     pub skips: Vec<String>,
-    /// What to do where the group size does not divide a module's input
+    /// What to do where the group size does not divide a module's input; with `skip`, modules that a consumer of --for
+    /// would not load stay in floating point too
     #[arg(long, value_enum, default_value_t = OnMisfit::Refuse)]
     pub on_misfit: OnMisfit,
     /// Whether the command has that option.
@@ -503,7 +504,8 @@ fn of_several(arg: Arg) -> Arg {
 pub struct InspectArgs {
     /// Model folder, artifact or GGUF file (of a split one the first part)
     pub path: PathBuf,
-    /// Hash every file of an artifact again and hold it against `quantkit.json`; exit with 1 if one differs
+    /// Hash every file of an artifact again and compare it with `quantkit.json`; without that, check headers, shapes and
+    /// that all numbers are finite. Exit with 1 if something is wrong
     #[arg(long)]
     pub verify: bool,
     /// One JSON object on stdout, nothing else

@@ -5,7 +5,8 @@ use std::process::ExitCode;
 
 use crate::backend::DeviceError;
 use crate::cli::interrupt::Interrupted;
-use crate::cli::print::to_stderr;
+use crate::cli::print::{named, to_stderr};
+use crate::evaluate::perplexity::PerplexityError;
 use crate::model::ModelError;
 
 /// The work was done, and what it made did not pass.
@@ -34,7 +35,10 @@ pub fn code(error: &anyhow::Error) -> u8 {
     let decided = error.chain().find_map(|cause| {
         if cause.is::<Interrupted>() {
             Some(INTERRUPTED)
-        } else if cause.is::<CheckFailed>() || matches!(cause.downcast_ref(), Some(ModelError::NonFinite { .. })) {
+        } else if cause.is::<CheckFailed>()
+            || matches!(cause.downcast_ref(), Some(ModelError::NonFinite { .. }))
+            || matches!(cause.downcast_ref(), Some(PerplexityError::NonFinite { .. }))
+        {
             Some(CHECK_FAILED)
         } else if cause.is::<DeviceError>() || matches!(cause.downcast_ref(), Some(ModelError::Device(_))) {
             Some(DEVICE)
@@ -66,7 +70,7 @@ pub fn report(error: &anyhow::Error) -> ExitCode {
             text = if text.is_empty() { cause } else { format!("{text}: {cause}") };
         }
     }
-    to_stderr(&format!("error: {text}"));
+    to_stderr(&named(&format!("error: {text}")));
     ExitCode::from(code)
 }
 

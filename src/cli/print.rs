@@ -1,6 +1,9 @@
 //! The one printer: results to stdout, everything else to stderr; bars on a terminal, plain lines in CI.
 
+use std::cmp::Reverse;
 use std::io::{self, IsTerminal, Write};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -53,7 +56,7 @@ impl Printer {
     /// A warning, on stderr, quiet or not.
     pub fn warn(&self, text: impl AsRef<str>) {
         if self.part != Part::Silent {
-            to_stderr(&format!("warning: {}", text.as_ref()));
+            to_stderr(&named(&format!("warning: {}", text.as_ref())));
         }
     }
 
@@ -148,6 +151,27 @@ impl Drop for Steps {
             bar.finish_and_clear();
         }
     }
+}
+
+/// Temporary places, and what the user calls what is made there.
+static STAND_INS: Mutex<Vec<(String, String)>> = Mutex::new(Vec::new());
+
+/// From now on, errors and warnings say `name` for `temporary`: a folder that is filled under another name, or one that nobody
+/// asked for, says nothing to the user.
+pub fn report_as(temporary: &Path, name: &Path) {
+    let name = name.display().to_string();
+    let mut all = STAND_INS.lock().unwrap_or_else(PoisonError::into_inner);
+    for place in [Some(temporary.to_path_buf()), temporary.canonicalize().ok()].into_iter().flatten() {
+        all.push((place.display().to_string(), name.clone()));
+    }
+    // A place inside another is looked for first.
+    all.sort_by_key(|(place, _)| Reverse(place.len()));
+}
+
+/// `text` with temporary places by the names of [`report_as`].
+pub fn named(text: &str) -> String {
+    let all = STAND_INS.lock().unwrap_or_else(PoisonError::into_inner);
+    all.iter().fold(text.into(), |text: String, (place, name)| text.replace(place, name))
 }
 
 /// A line on stderr. If nobody listens there, the work goes on all the same.

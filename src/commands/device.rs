@@ -9,6 +9,7 @@ use crate::backend::cuda::{self, Cuda, CudaOptions};
 use crate::backend::{Backend, DeviceError};
 use crate::cli::args::DeviceArg;
 use crate::cli::print::Printer;
+use crate::engine::cache::Cache;
 
 /// Opens the devices that were asked for; `options` for the case that they are CUDA devices. By default all CUDA
 /// devices that can be used are taken, and the CPU where there is none.
@@ -34,8 +35,15 @@ fn open(device: &DeviceArg, most: usize, options: CudaOptions, printer: Printer)
     }
     devices.truncate(most);
     let cuda = Cuda::open(CudaOptions { devices, ..options })?;
-    printer.note(format!("device: {}", cuda.device()));
+    printer.note(format!("device: {}; {}", cuda.device(), cuda.library()));
     Ok(Arc::new(cuda))
+}
+
+/// Warns where decoding was slower than it could be, for want of memory.
+pub fn warn_of_unrecorded_steps(cache: &Cache, printer: Printer) {
+    if let Some(why) = cache.unrecorded() {
+        printer.warn(format!("decoding went on without CUDA graphs, which is slower: {why}"));
+    }
 }
 
 /// The CUDA devices that open; why others do not is told.

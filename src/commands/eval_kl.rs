@@ -1,15 +1,13 @@
 //! `quantkit eval kl`
 
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
 use super::device::backend;
-use super::open::{Located, Runnable, corpus, locate, open};
+use super::open::{Runnable, corpus, locate, open};
 use super::task::{Cut, Task, builtin, check_context, task};
-use crate::backend::Backend;
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::{KlArgs, ModelArgs};
@@ -20,9 +18,11 @@ use crate::evaluate::baseline::{
     self, CorpusRecord, Header, Reader, ReferenceRecord, Settings, Writer, tokenizer_sha256,
 };
 use crate::evaluate::divergence::{Divergence, KlBound, Reference, measure};
+use crate::evaluate::finite;
 use crate::evaluate::logits_file::{LogitsFile, record_bytes};
 use crate::evaluate::perplexity::peak_rss_bytes;
 use crate::evaluate::windows::{Convention, Window, plan};
+use crate::model::presence::Unread;
 use crate::model::tokenizer::{BosMode, BosRule};
 use crate::num::size::bytes;
 
@@ -30,13 +30,18 @@ use crate::num::size::bytes;
 #[derive(Serialize)]
 struct Report {
     artifact: String,
-    /// The quantization method of an artifact.
-    method: Option<&'static str>,
+    /// The quantization method, where the artifact records it.
+    method: Option<String>,
+    /// The form that its weights are stored in.
+    format: Option<&'static str>,
     reference: String,
     corpora: Vec<OnCorpus>,
     /// The baseline that was written or read.
     #[serde(skip_serializing_if = "Option::is_none")]
     baseline: Option<BaselineFacts>,
+    /// Tensors that the reference does not read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reference_unread_tensors: Option<Unread>,
     device: String,
     peak_rss_bytes: u64,
 }
@@ -45,6 +50,9 @@ struct Report {
 #[derive(Serialize)]
 struct OnCorpus {
     corpus: String,
+    /// Why figures are not finite, where some are not: they are `null`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<String>,
     #[serde(flatten)]
     figures: Divergence,
     /// Where the divergence is an estimate.
@@ -96,25 +104,30 @@ pub fn run(args: &KlArgs, printer: Printer) -> Result<()> {
     let located = find(Some(args.artifact.clone()), &args.revision)?;
     let artifact = open(&located.dir, device.clone(), printer).context("the artifact")?;
     interrupt::listen();
+    let mut reference_unread_tensors = None;
     let compared = match (&args.reference_logits, &args.baseline) {
         (Some(path), _) => against_file(args, &artifact, path, printer)?,
         (None, Some(path)) => against_baseline(args, &artifact, path, printer)?,
         (None, None) => {
             let original = find(args.reference.clone(), &args.reference_revision)?;
-            against_model(args, &artifact, &original, device, printer)?
+            let reference = open(&original.dir, device, printer).context("the reference")?;
+            reference_unread_tensors.clone_from(&reference.unread);
+            against_model(args, &artifact, (&original.name, &reference), printer)?
         }
     };
     let (reference, corpora, baseline) = compared;
     let report = Report {
         artifact: located.name,
-        method: artifact.method,
+        method: artifact.method.clone(),
+        format: artifact.format,
         reference,
         corpora,
         baseline,
+        reference_unread_tensors,
         device: artifact.model.backend().device(),
         peak_rss_bytes: peak_rss_bytes(),
     };
-    printer.object(&report)?;
+    printer.object(&artifact.accounted(&report))?;
     show(&report, printer)?;
     gates(args, &report.corpora)
 }
@@ -135,11 +148,9 @@ fn check_target(path: &Path) -> Result<()> {
 fn against_model(
     args: &KlArgs,
     artifact: &Runnable,
-    original: &Located,
-    device: Arc<dyn Backend>,
+    (original, reference): (&str, &Runnable),
     printer: Printer,
 ) -> Result<Compared> {
-    let reference = open(&original.dir, device, printer).context("the reference")?;
     Reference::Model(&reference.model).check(&artifact.model)?;
     let mut corpora = Vec::new();
     for path in &args.texts {
@@ -152,18 +163,18 @@ fn against_model(
     let cut = Cut { convention, window, max_windows, bos };
     // All are looked at before any of them is measured.
     let tasks: Vec<Task> =
-        corpora.iter().map(|corpus| task(&cut, artifact, &reference, corpus, printer)).collect::<Result<_>>()?;
+        corpora.iter().map(|corpus| task(&cut, artifact, reference, corpus, printer)).collect::<Result<_>>()?;
     if args.bos == BosMode::Auto {
         printer.note(format!("BOS: {}", reference.tokenizer()?.bos_evidence()));
     }
     let Some(path) = &args.save_baseline else {
         let one = |task| compare(args, artifact, Reference::Model(&reference.model), task, printer);
-        return Ok((original.name.clone(), tasks.into_iter().map(one).collect::<Result<_>>()?, None));
+        return Ok((original.into(), tasks.into_iter().map(one).collect::<Result<_>>()?, None));
     };
     let settings = Settings::default();
     let mut writer = Writer::new(Header {
         tool: concat!("quantkit ", env!("CARGO_PKG_VERSION")).into(),
-        reference: ReferenceRecord::of(&original.name, reference.model.checkpoint())?,
+        reference: ReferenceRecord::of(original, reference.model.checkpoint())?,
         vocab: reference.model.config.vocab,
         settings,
         corpora: Vec::new(),
@@ -194,7 +205,7 @@ fn against_model(
         facts.bytes_per_position,
         bytes((facts.positions * facts.llamacpp_bytes_per_position) as u64)
     ));
-    Ok((original.name.clone(), figures, Some(facts)))
+    Ok((original.into(), figures, Some(facts)))
 }
 
 /// The artifact on the texts of a baseline.
@@ -243,7 +254,7 @@ fn same_windows(header: &Header, corpus: &baseline::Corpus, artifact: &Runnable,
         return Ok(());
     };
     let tokenizer = artifact.tokenizer().context("the artifact")?;
-    let tokens = tokenizer.encode(&text.text()).context("the artifact")?;
+    let tokens = text.first_text_tokens(tokenizer, usize::MAX).context("the artifact")?;
     // What BOS is, the reference decided.
     let first = corpus.windows.first().and_then(|window| window.tokens.first()).copied();
     let bos = match (record.bos.as_str(), first) {
@@ -314,9 +325,11 @@ fn compare(
         steps.set(done as u64, total as u64);
         interrupt::check()
     })?;
+    let figures = Divergence::of(&positions).context("nothing to compare")?;
     Ok(OnCorpus {
         corpus,
-        figures: Divergence::of(&positions).context("nothing to compare")?,
+        reason: finite::comparison(&figures),
+        figures,
         kl_bound: KlBound::of(&positions),
         convention,
         window,
@@ -385,7 +398,11 @@ fn row<'a>(quantiles: impl Iterator<Item = (&'a str, f64)>, digits: usize) -> St
 
 fn gates(args: &KlArgs, corpora: &[OnCorpus]) -> Result<()> {
     let mut failed = Vec::new();
-    for OnCorpus { corpus, figures, .. } in corpora {
+    for OnCorpus { corpus, figures, reason, .. } in corpora {
+        if let Some(reason) = reason {
+            failed.push(format!("on {corpus} {reason}"));
+            continue;
+        }
         if let Some(limit) = args.max_kl.filter(|limit| figures.kl.mean > *limit) {
             failed.push(format!("on {corpus} the mean divergence is {:.6} nats, more than {limit}", figures.kl.mean));
         }

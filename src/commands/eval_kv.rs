@@ -20,6 +20,7 @@ use crate::cli::print::Printer;
 use crate::cli::validation::{KvArgs, TextArgs};
 use crate::evaluate::cache_error::{HeadErrors, Setting, head_errors, predictions};
 use crate::evaluate::divergence::Divergence;
+use crate::evaluate::finite::{self, DAMAGED};
 use crate::report::{Cache, CacheErrors, ScaleSource, number};
 
 /// Windows that errors of single heads are measured on.
@@ -32,6 +33,9 @@ const NOTABLE_KL: f64 = 0.01;
 #[derive(Serialize)]
 struct Output<'a> {
     model: &'a str,
+    /// Why figures are not finite, where some are not: they are `null`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<&'a str>,
     #[serde(flatten)]
     cache: &'a Cache,
     warnings: Vec<String>,
@@ -50,11 +54,16 @@ pub fn run(args: &KvArgs, printer: Printer) -> Result<()> {
     interrupt::listen();
     let cache = section(&runnable, &task, &args.texts, &args.kinds, printer)?;
     let warnings: Vec<String> = warning(&cache).into_iter().collect();
-    printer.object(&Output { model: &located.name, cache: &cache, warnings: warnings.clone() })?;
+    let reason = broken(&cache);
+    let output = Output { model: &located.name, reason: reason.as_deref(), cache: &cache, warnings: warnings.clone() };
+    printer.object(&runnable.accounted(&output))?;
     for line in lines(&cache) {
         printer.text(line)?;
     }
     warnings.iter().for_each(|warning| printer.warn(warning));
+    if let Some(reason) = reason {
+        bail!(CheckFailed(format!("`{}`: {reason}", located.name)));
+    }
     let Some(limit) = args.max_ppl_increase else { return Ok(()) };
     let beyond = |kind: &&crate::report::CacheType| cache.taken_by_engines(kind) && kind.ratio - 1.0 > limit.0;
     match cache.types.iter().find(beyond) {
@@ -67,6 +76,21 @@ pub fn run(args: &KvArgs, printer: Printer) -> Result<()> {
         ))),
         None => Ok(()),
     }
+}
+
+/// Why figures of caches are not finite; the model is named where its own perplexity is not.
+pub fn broken(cache: &Cache) -> Option<String> {
+    if let Some(why) = finite::of_value(cache.baseline_perplexity) {
+        return Some(format!("with a cache of {} {why}: {DAMAGED}", cache.baseline));
+    }
+    let broken = |kind: &crate::report::CacheType| {
+        let why = finite::of_value(kind.perplexity).or_else(|| {
+            let value = [kind.mean_kl, kind.ratio].into_iter().find(|value| !value.is_finite())?;
+            Some(format!("the divergence or ratio is {value}"))
+        })?;
+        Some(format!("with a cache of {} ({}) {why}", kind.kind, kind.scales.name()))
+    };
+    cache.types.iter().find_map(broken)
 }
 
 /// A type of cache whose default costs quality, which scales would save.

@@ -1,14 +1,16 @@
 //! `quantkit eval ppl`
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use super::device::backend;
 use super::open::{Measurement, corpus, locate, open, perplexity};
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::PplArgs;
+use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
+use crate::evaluate::finite::DAMAGED;
 use crate::model::tokenizer::BosMode;
 
 pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
@@ -18,6 +20,9 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     if args.bos == BosMode::Auto {
         printer.note(format!("BOS: {}", runnable.tokenizer()?.bos_evidence()));
     }
+    for reading in &runnable.inputs {
+        printer.note(format!("inputs of linears are rounded: {reading}"));
+    }
     let how = Measurement {
         corpus: &corpus,
         convention: args.convention,
@@ -26,8 +31,9 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
         bos: args.bos,
     };
     interrupt::listen();
-    let result = perplexity(&runnable, &how, "perplexity", printer)?.result;
-    printer.object(&result)?;
+    let mut result = perplexity(&runnable, &how, "perplexity", printer)?.result;
+    result.inputs.clone_from(&runnable.inputs);
+    printer.object(&runnable.accounted(&result))?;
     printer.text(format!(
         "perplexity {:.4} ± {:.4}  ({} tokens in {} windows of {}, convention {}, BOS {}, {:.0} tokens/s on {})",
         result.perplexity,
@@ -44,5 +50,8 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     {
         printer.text(format!("word perplexity {word:.4}, byte perplexity {byte:.4}, bits per byte {bits:.4}"))?;
     }
-    Ok(())
+    match &result.reason {
+        Some(reason) => bail!(CheckFailed(format!("`{}`: {reason}: {DAMAGED}", located.name))),
+        None => Ok(()),
+    }
 }

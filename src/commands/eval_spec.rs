@@ -22,6 +22,7 @@ use crate::evaluate::acceptance::{Acceptance, Cost, Mean, NEAR_ZERO};
 use crate::evaluate::cache_error::Setting;
 use crate::evaluate::speculation::{Task, measure};
 use crate::evaluate::windows::{Convention, Window, plan};
+use crate::model::presence::Unread;
 use crate::model::tokenizer::{BosHabit, BosRule};
 
 /// Tokens of a window at most.
@@ -32,14 +33,19 @@ const WINDOW: usize = 512;
 struct Report {
     target: String,
     draft: String,
-    /// The quantization methods of artifacts.
-    target_method: Option<&'static str>,
-    draft_method: Option<&'static str>,
+    /// The quantization methods, where artifacts record them, and the forms that their weights are stored in.
+    target_method: Option<String>,
+    target_format: Option<&'static str>,
+    draft_method: Option<String>,
+    draft_format: Option<&'static str>,
     /// The type of the key-value caches, where it was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     cache: Option<CacheType>,
     #[serde(flatten)]
     figures: Acceptance,
+    /// Tensors that the draft does not read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    draft_unread_tensors: Option<Unread>,
     device: String,
 }
 
@@ -63,12 +69,15 @@ pub fn run(args: &SpecArgs, printer: Printer) -> Result<()> {
         cache: caches.map(|[target, _]| target.kind),
         target: located.name,
         draft: found.name,
-        target_method: target.method,
-        draft_method: draft.method,
+        target_method: target.method.clone(),
+        target_format: target.format,
+        draft_method: draft.method.clone(),
+        draft_format: draft.format,
         figures,
+        draft_unread_tensors: draft.unread.clone(),
         device: target.model.backend().device(),
     };
-    printer.object(&report)?;
+    printer.object(&target.accounted(&report))?;
     show(&report, printer)?;
     if !report.figures.has_rate() {
         printer.warn(
@@ -142,7 +151,12 @@ pub fn texts(args: &PairArgs, target: &Runnable, draft: &Runnable) -> Result<(Ve
         BosRule::None => None,
     };
     let text = corpus(args.text.as_deref(), Corpus::heldout, checkpoint)?;
-    let tokens = tokenizer.encode(&text.text())?;
+    let enough = match args.prompts {
+        Some(_) => args.max_windows.saturating_mul(WINDOW).saturating_add(2),
+        // Prompts are taken from all over the text.
+        None => usize::MAX,
+    };
+    let tokens = target.text_tokens(&text, enough)?;
     let windows = match args.max_windows {
         0 => Vec::new(),
         most => {
@@ -188,8 +202,8 @@ fn own_prompts(path: &Path, target: &Runnable) -> Result<Vec<String>> {
     let read = corpus(Some(path), Corpus::heldout, target.model.checkpoint())?;
     let lines = path.extension().is_none_or(|extension| !extension.eq_ignore_ascii_case("jsonl"));
     let prompts: Vec<String> = match lines {
-        true => read.text().lines().filter(|line| !line.trim().is_empty()).map(Into::into).collect(),
-        false => read.documents,
+        true => read.text()?.lines().filter(|line| !line.trim().is_empty()).map(Into::into).collect(),
+        false => read.all_documents()?,
     };
     if prompts.is_empty() { Err(anyhow::anyhow!("`{}` has no prompt", path.display())) } else { Ok(prompts) }
 }
@@ -276,6 +290,11 @@ fn shares(of: &[f64]) -> String {
 
 fn gates(args: &SpecArgs, figures: &Acceptance) -> Result<()> {
     let mut failed = Vec::new();
+    let text = figures.text.as_ref().map(|text| text.alpha.mean);
+    let broken = [Some(figures.acceptance_rate), figures.overlap.map(|overlap| overlap.mean), text];
+    if let Some(value) = broken.into_iter().flatten().find(|value| !value.is_finite()) {
+        failed.push(format!("a share of accepted tokens is {value}: the target or the draft is damaged"));
+    }
     if figures.is_near_zero() {
         let rate = figures.replays.first().map_or(0.0, |replay| replay.acceptance_rate);
         let alpha =

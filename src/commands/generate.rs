@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use serde_json::json;
 
-use super::device::one;
+use super::device::{one, warn_of_unrecorded_steps};
 use super::open::{Runnable, locate, open};
 use super::{draft, generate_many, kv_cache};
 use crate::backend::cuda::{CudaOptions, Precision};
@@ -93,7 +93,9 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
         }
         None => {
             let mut session = Session::with(model, cache)?;
-            (generate_in(&mut session, &tokens, end, args.max_tokens, &mut sampler, each)?, None)
+            let stop = generate_in(&mut session, &tokens, end, args.max_tokens, &mut sampler, each)?;
+            warn_of_unrecorded_steps(session.cache(), printer);
+            (stop, None)
         }
     };
     if let Some(error) = failed {
@@ -111,7 +113,7 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
         written as f64 / seconds
     ));
     let speculation = rounds.as_ref().map(|rounds| speculation(rounds, written, printer));
-    printer.object(&json!({
+    printer.object(&runnable.accounted(json!({
         "text": text,
         "prompt_tokens": tokens.len(),
         "tokens": written,
@@ -119,7 +121,7 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
         "stop": reason,
         "seed": args.seed.unwrap_or(0),
         "speculation": speculation,
-    }))?;
+    })))?;
     Ok(())
 }
 

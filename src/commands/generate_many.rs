@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-use super::device::one;
+use super::device::{one, warn_of_unrecorded_steps};
 use super::generate::{end_of, reason, tokens_of};
 use super::kv_cache;
 use super::open::{Runnable, locate, open};
@@ -115,6 +115,7 @@ pub fn run(args: &GenerateArgs, sampling: SamplerOptions, printer: Printer) -> R
     let seconds = began.elapsed().as_secs_f64();
     let (totals, cache) = (scheduler.totals(), scheduler.cache());
     let (blocks, block) = (cache.blocks(), cache.block_bytes());
+    warn_of_unrecorded_steps(cache, printer);
     printer.note(format!(
         "{} tokens of {} sequences after {} of prompts, {:.1} tokens/s; up to {} sequences side by side",
         totals.tokens,
@@ -136,7 +137,7 @@ pub fn run(args: &GenerateArgs, sampling: SamplerOptions, printer: Printer) -> R
         }
     ));
     let texts = results.texts(&runnable)?;
-    printer.object(&json!({
+    printer.object(&runnable.accounted(json!({
         "results": results.objects(&texts, sampling.seed),
         "tokens": totals.tokens,
         "tokens_per_second": totals.tokens as f64 / seconds,
@@ -149,7 +150,7 @@ pub fn run(args: &GenerateArgs, sampling: SamplerOptions, printer: Printer) -> R
             "swapped": totals.swapped,
             "recomputed": totals.recomputed,
         },
-    }))?;
+    })))?;
     Ok(())
 }
 

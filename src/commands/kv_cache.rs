@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 
+use super::few_tokens::{self, Found};
 use super::open::{Measurement, Runnable, settle};
 use crate::backend::cache::{CacheType, LayerScales};
 use crate::calibrate::cache::Sharing;
@@ -100,6 +101,9 @@ pub fn calibrated(
     printer: Printer,
 ) -> Result<Vec<Arc<[LayerScales]>>> {
     let windows = calibration(runnable, bos)?;
+    let tokens = windows.iter().map(|window| window.tokens.len()).sum();
+    let remedy = "store scales with the model: quantize it with `--kv-cache fp8` and a larger --nsamples";
+    few_tokens::warn(&runnable.model, tokens, Found::Statistics, remedy, printer);
     let mut steps = printer.steps("cache: scales", 0);
     Ok(cache_error::calibrated(&runnable.model, &windows, wanted, &mut |done, total| {
         steps.set(done as u64, total as u64);

@@ -7,6 +7,7 @@ mod eval_kl;
 mod eval_kv;
 mod eval_ppl;
 mod eval_spec;
+mod few_tokens;
 mod generate;
 mod generate_many;
 pub mod gguf;

@@ -1,26 +1,29 @@
 //! From what the user named to an open model: a folder, a hub id, or the built-in demo checkpoint.
 
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use serde::Serialize;
 use tempfile::TempDir;
 
 use crate::backend::Backend;
-use crate::calibrate::corpus::Corpus;
+use crate::calibrate::corpus::{Corpus, RenderChat};
 use crate::checkpoint::Checkpoint;
 use crate::cli::args::ModelArgs;
 use crate::cli::interrupt;
-use crate::cli::print::Printer;
+use crate::cli::print::{Printer, report_as};
 use crate::engine::score;
 use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
 use crate::evaluate::windows::{Convention, plan};
 use crate::format;
-use crate::hub::{self, HubEvent, HubOptions};
+use crate::format::manifest::Manifest;
+use crate::hub::{self, HubError, HubEvent, HubOptions};
 use crate::model::Model;
 use crate::model::block::Chunk;
 use crate::model::chat::{ChatTemplate, Message};
+use crate::model::presence::Unread;
 use crate::model::tokenizer::{BosMode, BosRule, Tokenizer};
 use crate::num::size::bytes;
 
@@ -45,6 +48,10 @@ const DEMO_DRAFT: [(&str, &[u8]); 5] = [
     ("tokenizer.json", include_bytes!("../../calib/demo/target/tokenizer.json")),
     ("tokenizer_config.json", include_bytes!("../../calib/demo/draft/tokenizer_config.json")),
 ];
+
+/// Bytes of text from which on a tokenizer that cannot be given it in pieces is warned of, and about what it takes for each.
+const WHOLE_BYTES: u64 = 1 << 20;
+const BYTES_PER_BYTE: u64 = 120;
 
 /// A model folder that has been found.
 pub struct Located {
@@ -95,6 +102,7 @@ fn unpack(name: &str, files: &[(&str, &[u8])]) -> Result<Located> {
     // Formats that tell the name of a model take that of its folder.
     let dir = unpacked.path().join(name);
     std::fs::create_dir(&dir).context(failed)?;
+    report_as(&dir, Path::new(name));
     for (file, contents) in files {
         std::fs::write(dir.join(file), contents).context(failed)?;
     }
@@ -120,6 +128,10 @@ pub fn transfer(
             }
         }
         HubEvent::FileDone { .. } => bar = None,
+    })
+    .map_err(|error| {
+        let listing = error.downcast_ref().and_then(HubError::listing);
+        listing.and_then(|files| format::foreign_listing(spec, files)).map_or(error, Into::into)
     })?;
     if fetched > 0 {
         printer.note(format!("fetched {} of {spec}", bytes(fetched)));
@@ -138,12 +150,34 @@ pub struct Runnable {
     pub model: Model,
     /// Loaded when first asked for: what reads no text needs none.
     tokenizer: OnceCell<Tokenizer>,
-    /// The quantization method of an artifact.
-    pub method: Option<&'static str>,
+    /// The form that quantized weights are stored in: `quant_method` of a folder, `gguf` for blocks.
+    pub format: Option<&'static str>,
+    /// The quantization method, where the artifact records it.
+    pub method: Option<String>,
+    /// How the artifact's linears round their inputs; empty where all stay floats.
+    pub inputs: Vec<String>,
+    /// Tensors that the model does not read.
+    pub unread: Option<Unread>,
     printer: Printer,
+    /// Whether the user was warned of a text that is tokenized in one piece.
+    warned: Cell<bool>,
+}
+
+/// What `--json` prints of a model, with the tensors that were not read.
+#[derive(Serialize)]
+pub struct Accounted<'a, T> {
+    #[serde(flatten)]
+    value: T,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unread_tensors: Option<&'a Unread>,
 }
 
 impl Runnable {
+    /// `value`, an object, with `unread_tensors` where there are some.
+    pub fn accounted<T: Serialize>(&self, value: T) -> Accounted<'_, T> {
+        Accounted { value, unread_tensors: self.unread.as_ref() }
+    }
+
     pub fn tokenizer(&self) -> Result<&Tokenizer> {
         if let Some(tokenizer) = self.tokenizer.get() {
             return Ok(tokenizer);
@@ -154,28 +188,89 @@ impl Runnable {
         }
         Ok(self.tokenizer.get_or_init(|| tokenizer))
     }
+
+    /// How the model is quantized, in words; `None` for plain floats.
+    pub fn quantized(&self) -> Option<String> {
+        let format = self.format?;
+        Some(match self.method.as_deref() {
+            Some(method) if method == format => method.into(),
+            Some(method) => format!("{method}, stored as {format}"),
+            None => format!("stored as {format}"),
+        })
+    }
+
+    /// The first tokens of a text, at least `enough` if it has so many, for measurements.
+    pub fn text_tokens(&self, corpus: &Corpus, enough: usize) -> Result<Vec<u32>> {
+        let tokenizer = self.tokenizer()?;
+        self.warn_of_memory(corpus)?;
+        Ok(corpus.first_text_tokens(tokenizer, enough)?)
+    }
+
+    /// The first tokens of its documents, at least `enough` if it has so many, for calibration.
+    pub fn document_tokens(&self, corpus: &Corpus, enough: usize) -> Result<Vec<u32>> {
+        let tokenizer = self.tokenizer()?;
+        self.warn_of_memory(corpus)?;
+        Ok(corpus.first_tokens(tokenizer, enough)?)
+    }
+
+    /// A long text that the tokenizer can only take as a whole takes memory that grows with it.
+    fn warn_of_memory(&self, corpus: &Corpus) -> Result<()> {
+        let size = corpus.facts.bytes as u64;
+        if size < WHOLE_BYTES || self.warned.replace(true) {
+            return Ok(());
+        }
+        if let Err(why) = self.tokenizer()?.cuts() {
+            self.printer.warn(format!(
+                "`{}` ({}) has to be tokenized in one piece, which may take {} of memory: {why}, so that no place to cut a \
+                 text is known to be safe; give a shorter text",
+                corpus.name,
+                bytes(size),
+                bytes(size * BYTES_PER_BYTE)
+            ));
+        }
+        Ok(())
+    }
 }
 
-/// Opens a folder or a GGUF file as a model.
+/// Opens a folder or a GGUF file as a model, and reports what of it is not as its config says, or not read.
 pub fn open(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
+    let runnable = open_made(dir, backend, printer)?;
+    runnable.model.config.warnings.iter().for_each(|warning| printer.warn(warning));
+    if let Some(unread) = &runnable.unread {
+        printer.warn(unread.to_string());
+    }
+    Ok(runnable)
+}
+
+/// The same for what was just made of a model that [`open`] reported on.
+pub fn open_made(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let opened = format::open_path(dir)?;
     for warning in opened.source.checkpoint().notes().iter().chain(&opened.warnings) {
         printer.warn(warning);
     }
     let model =
         Model::open(opened.source, backend).with_context(|| format!("cannot open the model in `{}`", dir.display()))?;
-    Ok(Runnable { model, tokenizer: OnceCell::new(), method: opened.method, printer })
+    let unread = model.config.unread(model.checkpoint(), opened.method.is_none());
+    let inputs = opened.quantization.map(|stored| stored.inputs).unwrap_or_default();
+    let method = Manifest::read(dir).ok().and_then(|manifest| manifest.method().map(Into::into));
+    Ok(Runnable {
+        model,
+        tokenizer: OnceCell::new(),
+        format: opened.method,
+        method: method.filter(|_| opened.method.is_some()),
+        inputs,
+        unread,
+        printer,
+        warned: Cell::new(false),
+    })
 }
 
 /// A text file, or the built-in one when there is none; chats go through the model's template.
 pub fn corpus(path: Option<&Path>, otherwise: fn() -> Corpus, checkpoint: &Checkpoint) -> Result<Corpus> {
     let Some(path) = path else { return Ok(otherwise()) };
     let template = ChatTemplate::load(checkpoint)?;
-    let render = template.as_ref().map(|t| move |messages: &[Message]| t.render(messages, false));
-    Ok(match &render {
-        Some(render) => Corpus::read(path, Some(render))?,
-        None => Corpus::read(path, None)?,
-    })
+    let render = template.map(|t| Arc::new(move |messages: &[Message]| t.render(messages, false)) as RenderChat);
+    Ok(Corpus::read(path, render)?)
 }
 
 /// How perplexity is to be measured.
@@ -187,7 +282,15 @@ pub struct Measurement<'a> {
     pub bos: BosMode,
 }
 
-/// Window, BOS and tokens of a measurement.
+impl Measurement<'_> {
+    /// Tokens of the text that a measurement with windows of this length looks at, and one more, so that a last window is
+    /// told from one with text after it.
+    pub fn tokens(&self, window: usize) -> usize {
+        self.max_windows.map_or(usize::MAX, |most| most.saturating_mul(window).saturating_add(2))
+    }
+}
+
+/// Window, BOS and tokens of a measurement; of a text that is longer than its windows, only the first tokens.
 pub fn settle(runnable: &Runnable, how: &Measurement) -> Result<(usize, BosRule, Vec<u32>)> {
     let (model, tokenizer) = (&runnable.model, runnable.tokenizer()?);
     let context = model.config.max_positions;
@@ -199,10 +302,10 @@ pub fn settle(runnable: &Runnable, how: &Measurement) -> Result<(usize, BosRule,
         None => how.convention.default_window().min(context),
     };
     let bos = how.bos.settle(tokenizer, model.config.family.needs_bos, how.convention.bos_habit())?;
-    if how.convention == Convention::LmEval && how.corpus.documents.len() > 1 {
+    if how.convention == Convention::LmEval && how.corpus.documents > 1 {
         bail!("lmeval scores documents one by one: give one document as plain text");
     }
-    Ok((window, bos, tokenizer.encode(&how.corpus.text())?))
+    Ok((window, bos, runnable.text_tokens(how.corpus, how.tokens(window))?))
 }
 
 /// Refuses a measurement that [`perplexity`] would refuse, without running the model.
@@ -233,10 +336,9 @@ pub fn perplexity_through(
 ) -> Result<Measured> {
     let (model, tokenizer) = (&runnable.model, runnable.tokenizer()?);
     let (window, bos, tokens) = settle(runnable, how)?;
-    let text = how.corpus.text();
     let device = model.backend().device();
     let request = Request {
-        text: &text,
+        text: &how.corpus.facts,
         tokens: &tokens,
         convention: how.convention,
         window,

@@ -12,12 +12,16 @@ use crate::cli::args::{DeviceArg, ModelArgs};
 use crate::cli::planning::{PlanArgs, Reserve};
 use crate::cli::print::Printer;
 use crate::engine::capacity::{sequence_bytes, sequences, token_bytes};
+use crate::format::gguf::read::{GgufFile, Tensor};
+use crate::format::gguf::source::GgufSource;
 use crate::format::sizes::{self, Size, Source};
-use crate::format::{self, config};
+use crate::format::{self, FormatError, config};
 use crate::hub::{self, HubOptions};
 use crate::model::config::ModelConfig;
+use crate::model::presence::Unread;
 use crate::num::size::bytes;
 use crate::scheme::GroupSize;
+use crate::tensor::Dtype;
 
 /// The types of the cache that are planned with; both of FP8 are of one size.
 const CACHES: [CacheType; 3] = [CacheType::F16, CacheType::Fp8E4m3, CacheType::Int8];
@@ -36,6 +40,8 @@ struct Plan {
     memory: Option<Memory>,
     caches: Vec<Cache>,
     weights: Vec<Weights>,
+    /// Tensors that the language model does not read; artifacts of safetensors copy them.
+    unread_tensors: Option<Unread>,
     warnings: Vec<String>,
 }
 
@@ -80,20 +86,21 @@ struct Found {
     checkpoint: Checkpoint,
     /// Whether its weights are plain floats, so that headers tell what artifacts would have.
     plain: bool,
+    /// Bytes of the tensors that are there.
+    stored: u64,
+    /// What is wrong with the files, whose headers can be read all the same.
+    warnings: Vec<String>,
 }
 
 pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
     let found = find(args, printer)?;
-    let json = found.checkpoint.config();
-    let tensors = found.checkpoint.tensors();
-    let shape_of = |start: &str| {
-        let (name, entry) = tensors.range(start.to_string()..).next()?;
-        name.starts_with(start).then_some(&entry.shape[..])
-    };
-    let config = ModelConfig::parse(json, shape_of).with_context(|| format!("`{}`", found.name))?;
-    let mut warnings = Vec::new();
+    let config = ModelConfig::of(&found.checkpoint).with_context(|| format!("`{}`", found.name))?;
+    let unread_tensors = config.unread(&found.checkpoint, found.plain);
+    let mut warnings = found.warnings;
+    warnings.extend(config.warnings.iter().cloned());
+    warnings.extend(unread_tensors.as_ref().map(ToString::to_string));
     let source = match found.plain {
-        true => Source::measured(&found.checkpoint),
+        true => Source::measured(&found.checkpoint, &config),
         false => Source::configured(&found.checkpoint.keys(), &config)?,
     };
     let context = args.context.unwrap_or(2048.min(config.max_positions));
@@ -115,7 +122,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
         }
     };
     let group_size = GroupSize::new(args.group_size).context("a group size is -1 or positive")?;
-    let stored: u64 = tensors.values().map(|entry| entry.bytes.len() as u64).sum();
+    let stored = found.stored;
     let mut all = sizes::all(&source, &config, group_size);
     if stored > 0 && !found.plain {
         let bits = stored as f64 * 8.0 / source.parameters().max(1) as f64;
@@ -142,6 +149,7 @@ pub fn run(args: &PlanArgs, printer: Printer) -> Result<()> {
         caches: CACHES.map(cache).into(),
         weights: weights.collect(),
         memory,
+        unread_tensors,
         warnings,
     };
     plan.warnings.iter().for_each(|warning| printer.warn(warning));
@@ -164,7 +172,7 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
             let dir = path.parent().unwrap_or(Path::new("")).to_path_buf();
             let none = Default::default();
             let checkpoint = Checkpoint::assembled(dir, json, none, vec![], Default::default());
-            return Ok(Found { name: spec.clone(), checkpoint, plain: false });
+            return Ok(Found { name: spec.clone(), checkpoint, plain: false, stored: 0, warnings: vec![] });
         }
         if !path.exists() && hub::looks_like_id(spec) {
             let mut options = HubOptions::from_env()?;
@@ -180,21 +188,28 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
 
 fn opened(dir: &Path, name: String, printer: Printer) -> Result<Found> {
     if format::is_file(dir) {
-        let opened = format::open_file(dir)?;
-        opened.warnings.iter().for_each(|warning| printer.warn(warning));
-        let checkpoint = opened.source.checkpoint();
-        let (dir, config) = (checkpoint.dir().into(), checkpoint.config().clone());
-        let (tensors, files) = (checkpoint.tensors().clone(), checkpoint.files().to_vec());
-        let checkpoint = Checkpoint::assembled(dir, config, tensors, files, Default::default());
-        return Ok(Found { name, checkpoint, plain: opened.method.is_none() });
+        // Sizes are in the headers; a file without its data will do.
+        let (file, damage) = GgufFile::salvage(dir)?;
+        let checkpoint = GgufSource::outline(dir, &file)?;
+        let plain = checkpoint.tensors().values().all(|entry| entry.dtype != Dtype::Blocks);
+        let stored = file.tensors().iter().map(Tensor::stored_bytes).sum();
+        let warnings = damage.iter().map(|error| format!("{error}; sizes are those of the headers")).collect();
+        return Ok(Found { name, checkpoint, plain, stored, warnings });
     }
+    format::refuse_foreign(dir)?;
     let (checkpoint, weights) = match Checkpoint::open(dir) {
         Err(CheckpointError::NoWeights(..)) => (Checkpoint::open_config(dir)?, false),
         opened => (opened?, true),
     };
     checkpoint.notes().iter().for_each(|note| printer.warn(note));
-    let plain = weights && config::find(&checkpoint)?.is_none();
-    Ok(Found { name, checkpoint, plain })
+    // What no command reads would be planned for nothing.
+    let again = if weights { Checkpoint::open(dir)? } else { Checkpoint::open_config(dir)? };
+    if let Some(unread) = format::open(again).err().filter(FormatError::is_unread) {
+        return Err(unread.into());
+    }
+    let quantized = config::find(&checkpoint)?.is_some();
+    let stored = checkpoint.tensors().values().map(|entry| entry.bytes.len() as u64).sum();
+    Ok(Found { name, checkpoint, plain: weights && !quantized, stored, warnings: vec![] })
 }
 
 /// The plan for people.

@@ -6,7 +6,7 @@ use super::open::{Measurement, Runnable, settle};
 use crate::calibrate::corpus::Corpus;
 use crate::cli::print::Printer;
 use crate::evaluate::windows::{Convention, Window, plan};
-use crate::model::tokenizer::{BosMode, text_sha256};
+use crate::model::tokenizer::BosMode;
 
 /// How texts are cut.
 #[derive(Clone, Copy, Debug)]
@@ -43,17 +43,17 @@ pub fn task(cut: &Cut, artifact: &Runnable, reference: &Runnable, corpus: &Corpu
     };
     let (window, bos, tokens) = settle(reference, &how)?;
     check_context(artifact.model.config.max_positions, cut.convention.positions(window), window)?;
-    let text = corpus.text();
-    same_tokens(reference, artifact, &text, &tokens, printer)?;
-    let windows = plan(cut.convention, &tokens, window, bos, reference.tokenizer()?.rolling_prefix())
+    same_tokens(reference, artifact, corpus, (&tokens, how.tokens(window)), printer)?;
+    let mut windows = plan(cut.convention, &tokens, window, bos, reference.tokenizer()?.rolling_prefix())
         .with_context(|| format!("`{}`", corpus.name))?;
+    windows.truncate(cut.max_windows.unwrap_or(usize::MAX));
     Ok(Task {
         corpus: corpus.name.clone(),
         windows,
         convention: cut.convention,
         window,
         bos: bos.name().into(),
-        text_sha256: Some(text_sha256(&text)),
+        text_sha256: Some(corpus.facts.sha256.clone()),
     })
 }
 
@@ -73,25 +73,30 @@ pub fn check_context(context: usize, needed: usize, window: usize) -> Result<()>
 }
 
 /// Both must read the text as the same tokens: with another tokenizer the artifact would be judged on what its users
-/// never give it.
-fn same_tokens(reference: &Runnable, artifact: &Runnable, text: &str, tokens: &[u32], printer: Printer) -> Result<()> {
+/// never give it. `enough` of the reference's `tokens` are compared.
+fn same_tokens(
+    reference: &Runnable,
+    artifact: &Runnable,
+    corpus: &Corpus,
+    (tokens, enough): (&[u32], usize),
+    printer: Printer,
+) -> Result<()> {
     let file = |of: &Runnable| of.model.checkpoint().side_text("tokenizer.json");
     let Some(own) = file(artifact)? else {
         printer.warn("the artifact has no `tokenizer.json`; the text is read with the reference's");
         return Ok(());
     };
     if file(reference)?.as_ref() != Some(&own) {
-        let given = artifact.tokenizer().context("the artifact")?.encode(text).context("the artifact")?;
+        let given = artifact.text_tokens(corpus, enough).context("the artifact")?;
+        let looked_at = |tokens: &[u32]| tokens[..tokens.len().min(enough)].to_vec();
+        let (given, tokens) = (looked_at(&given), looked_at(tokens));
         if given != tokens {
             let at = tokens.iter().zip(&given).take_while(|(a, b)| a == b).count();
             let name = |tokens: &[u32]| tokens.get(at).map_or("nothing".into(), ToString::to_string);
             bail!(
-                "the artifact's tokenizer is not the reference's: the text is {} tokens for the reference and {} for \
-                 the artifact, and token {at} is {} for the one and {} for the other; copy `tokenizer.json` from the \
-                 reference",
-                tokens.len(),
-                given.len(),
-                name(tokens),
+                "the artifact's tokenizer is not the reference's: token {at} of the text is {} for the reference and {} for \
+                 the artifact; copy `tokenizer.json` from the reference",
+                name(&tokens),
                 name(&given)
             );
         }

@@ -84,6 +84,8 @@ pub struct Cache<'a> {
     saved: BTreeMap<SeqId, SavedBlocks>,
     /// Blocks that a sequence can have.
     stride: usize,
+    /// The block of rows that no sequence has, which fill steps up.
+    pub(super) spare: Option<u32>,
     pub(super) steps: Steps,
 }
 
@@ -105,9 +107,11 @@ impl<'a> Cache<'a> {
         };
         let block = shape.block_bytes();
         // Tables that grew later would not be those that a recorded step reads.
-        model.prepare(options.capacity)?;
+        model.prepare(options.capacity.max(BLOCK))?;
+        let spare = u64::from(backend.records());
         let room = match options.room {
-            Room::Blocks(blocks) => blocks as u64,
+            Room::Blocks(0) => 0,
+            Room::Blocks(blocks) => (blocks as u64).saturating_add(spare),
             Room::Bytes(bytes) => bytes / block as u64,
             Room::Share(share) if share > 0.0 && share <= 1.0 => {
                 // Weights come in when they are first needed.
@@ -117,7 +121,9 @@ impl<'a> Cache<'a> {
             }
             Room::Share(share) => return Err(EngineError::Share(share)),
         };
-        shape.blocks = shape.blocks.min(usize::try_from(room).unwrap_or(usize::MAX));
+        // Rather than for the spare block, the only one is for a sequence.
+        let spare = spare.min(room.saturating_sub(1));
+        shape.blocks = shape.blocks.min(usize::try_from(room - spare).unwrap_or(usize::MAX));
         if shape.blocks == 0 {
             let bytes = match options.room {
                 Room::Bytes(bytes) => bytes,
@@ -127,8 +133,10 @@ impl<'a> Cache<'a> {
         }
         let swap = usize::try_from(options.swap_bytes / block as u64).unwrap_or(usize::MAX);
         let blocks = Blocks::new(shape.blocks, swap, options.capacity);
+        let spare = u32::try_from(shape.blocks).ok().filter(|_| spare > 0);
+        shape.blocks += usize::from(spare.is_some());
         let pool = backend.pool(shape)?;
-        Ok(Self { model, pool, blocks, saved: BTreeMap::new(), stride, steps: Steps::default() })
+        Ok(Self { model, pool, blocks, saved: BTreeMap::new(), stride, spare, steps: Steps::default() })
     }
 
     /// How keys and values are stored.
@@ -146,9 +154,19 @@ impl<'a> Cache<'a> {
         self.blocks.capacity()
     }
 
-    /// Blocks of the pool.
+    /// Blocks that sequences can have.
     pub fn blocks(&self) -> usize {
-        self.pool.shape.blocks
+        self.pool.shape.blocks - usize::from(self.spare.is_some())
+    }
+
+    /// How many sizes of decoding steps are replayed from a recording.
+    pub fn recorded_steps(&self) -> usize {
+        self.steps.recorded()
+    }
+
+    /// Why some decoding steps are not recorded though the backend can; above all, too little memory.
+    pub fn unrecorded(&self) -> Option<&str> {
+        self.steps.unrecorded.as_deref()
     }
 
     /// Those that no sequence has.
@@ -221,9 +239,14 @@ impl<'a> Cache<'a> {
         more.iter().map(span).collect()
     }
 
-    /// The blocks of some sequences.
-    pub(super) fn tables(&self, sequences: impl IntoIterator<Item = SeqId>) -> Result<Tables, EngineError> {
-        let tables = sequences.into_iter().map(|s| self.blocks.table(s)).collect::<Result<Vec<_>, _>>()?;
+    /// The blocks of some sequences, and of `more` that have the spare block alone.
+    pub(super) fn tables(
+        &self,
+        sequences: impl IntoIterator<Item = SeqId>,
+        more: usize,
+    ) -> Result<Tables, EngineError> {
+        let mut tables = sequences.into_iter().map(|s| self.blocks.table(s)).collect::<Result<Vec<_>, _>>()?;
+        tables.extend(std::iter::repeat_n(self.spare.as_slice(), more));
         Ok(Tables::new(self.stride, tables))
     }
 
@@ -234,7 +257,7 @@ impl<'a> Cache<'a> {
         sequences: &[(SeqId, usize)],
         spans: Vec<Span>,
     ) -> Result<Batch, EngineError> {
-        let tables = self.tables(sequences.iter().map(|(sequence, _)| *sequence))?;
+        let tables = self.tables(sequences.iter().map(|(sequence, _)| *sequence), 0)?;
         Ok(self.model.backend().paged_batch(ids, spans, tables)?)
     }
 }

@@ -80,6 +80,10 @@ impl<'a> Session<'a> {
         self.model
     }
 
+    pub fn cache(&self) -> &Cache<'a> {
+        &self.cache
+    }
+
     /// Takes up `tokens`, at least one, and returns the logits after the last one, `[1, vocab]`. They hold until the
     /// next call.
     pub fn feed(&mut self, tokens: &[u32]) -> Result<Tensor, EngineError> {

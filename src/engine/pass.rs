@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::cache::{Cache, EngineError, SeqId};
 use crate::backend::cache::Pool;
 use crate::backend::tensor::Tensor;
-use crate::backend::{Batch, Recording, Span};
-use crate::model::Model;
+use crate::backend::{Backend, Batch, Recording, Span, Workspace};
+use crate::model::{Model, ModelError};
 
 /// Tokens of a prompt that are taken through the model at once. What comes out may depend on it in the last bits, so
 /// that it is one number for all who read prompts.
@@ -35,8 +35,8 @@ pub struct Part<'a> {
 /// `[rows, vocab]`, in order. After an error the sequences are as they were.
 ///
 /// In a pass of at most `few_rows` rows all in all, a row's logits have the same bits as if it were alone. A pass of one
-/// token a sequence is recorded where the backend can, and replayed from then on; its logits hold until the next pass
-/// of as many sequences.
+/// token a sequence is recorded where the backend can, and replayed from then on; its logits hold until the next such
+/// pass.
 pub fn pass(model: &Model, cache: &mut Cache, parts: &[Part]) -> Result<Tensor, EngineError> {
     let more: Vec<(SeqId, usize)> = parts.iter().map(|part| (part.seq, part.tokens.len())).collect();
     if let Some((sequence, _)) = more.iter().find(|(_, tokens)| *tokens == 0) {
@@ -95,58 +95,150 @@ fn whole(model: &Model, cache: &mut Cache, batch: Batch, parts: &[Part]) -> Resu
     Ok(model.logits(&backend.rows(&chunk.hidden, &rows)?)?)
 }
 
-/// Steps over one more token of each of so many sequences, as they are recorded.
+/// Rows that a step of `rows` is recorded with. Few sizes serve all: rows that no sequence has fill a step up.
+fn filled(rows: usize) -> usize {
+    if rows <= 8 { rows.next_power_of_two() } else { rows.next_multiple_of(8) }
+}
+
+/// Steps over one more token of each of some sequences, by their rows.
 #[derive(Default)]
 pub(super) struct Steps {
     by_rows: BTreeMap<usize, Step>,
+    /// Memory of all recorded steps, which run one at a time.
+    workspace: Option<Workspace>,
+    /// Why a step that could have been recorded is not.
+    pub(super) unrecorded: Option<String>,
 }
 
-/// What a step works on.
+/// Steps of one number of rows.
 struct Step {
     batch: Arc<Batch>,
-    recorded: Option<(Recording, Tensor)>,
+    replay: Replay,
 }
 
-/// One more token of each sequence. The first time it is computed, the second time recorded where the backend can, and
-/// from then on replayed.
+/// What a step is computed by the next time.
+enum Replay {
+    /// Its kernels: it is not recorded.
+    Never,
+    /// A recording that is yet to be made, for which it takes so many bytes of memory.
+    Next(usize),
+    Recorded {
+        bytes: usize,
+        recording: Recording,
+        logits: Tensor,
+    },
+}
+
+/// One more token of each sequence. The first time a step of that size is computed, the second time recorded where the
+/// backend can, and from then on replayed.
 fn step(
     model: &Model,
     cache: &mut Cache,
-    ids: Vec<u32>,
+    mut ids: Vec<u32>,
     sequences: &[(SeqId, usize)],
-    spans: Vec<Span>,
+    mut spans: Vec<Span>,
 ) -> Result<Tensor, EngineError> {
     let backend = model.backend();
     let rows = ids.len();
-    let Some(step) = cache.steps.by_rows.get(&rows) else {
-        let batch = Arc::new(cache.batch(ids, sequences, spans)?);
-        cache.steps.by_rows.insert(rows, Step { batch: batch.clone(), recorded: None });
-        return logits(model, batch, &mut cache.pool);
-    };
-    let tables = cache.tables(sequences.iter().map(|(sequence, _)| *sequence))?;
-    let batch = Arc::new(backend.rebatch(&step.batch, ids, spans, tables)?);
+    let size = if backend.records() && cache.spare.is_some() { filled(rows) } else { rows };
+    let tables = cache.tables(sequences.iter().map(|(sequence, _)| *sequence), size - rows)?;
+    // The others are the tokens of a sequence in the spare block.
+    ids.resize(size, 0);
+    spans.extend((0..size - rows).map(|start| Span { rows: 1, start }));
     let Cache { pool, steps, .. } = cache;
-    let Some(step) = steps.by_rows.get_mut(&rows) else { return logits(model, batch, pool) };
-    step.batch = batch;
-    if step.recorded.is_none() && backend.begin_recording()? {
-        let logits = logits(model, step.batch.clone(), pool);
-        let recording = backend.end_recording();
-        // Why a pass failed says more than that its recording was broken off.
-        let logits = logits?;
-        step.recorded = Some((recording?, logits));
-    }
-    match &mut step.recorded {
-        Some((recording, logits)) => {
-            recording.run()?;
-            Ok(logits.clone())
+    let logits = match steps.by_rows.get_mut(&size) {
+        Some(step) => {
+            step.batch = Arc::new(backend.rebatch(&step.batch, ids, spans, tables)?);
+            steps.again(model, size, pool)?
         }
-        None => logits(model, step.batch.clone(), pool),
+        None => {
+            let batch = Arc::new(backend.paged_batch(ids, spans, tables)?);
+            let (logits, bytes) = computed(model, batch.clone(), pool)?;
+            let replay = bytes.map_or(Replay::Never, Replay::Next);
+            steps.by_rows.insert(size, Step { batch, replay });
+            logits
+        }
+    };
+    if size == rows {
+        return Ok(logits);
+    }
+    Ok(backend.rows(&logits, &(0..rows).collect::<Vec<_>>())?)
+}
+
+impl Steps {
+    /// Sizes of steps that are replayed.
+    pub(super) fn recorded(&self) -> usize {
+        self.by_rows.values().filter(|step| matches!(step.replay, Replay::Recorded { .. })).count()
+    }
+
+    /// A step of a size that has been computed before, over the batch that it has now. What stands against replaying it,
+    /// above all too little memory, only makes it slower: it is computed as the first time, now and from then on.
+    fn again(&mut self, model: &Model, size: usize, pool: &mut Pool) -> Result<Tensor, EngineError> {
+        match self.replayed(model, size, pool) {
+            Ok(Some(logits)) => return Ok(logits),
+            Ok(None) => {}
+            Err(why) => {
+                self.unrecorded.get_or_insert(why.to_string());
+                if let Some(step) = self.by_rows.get_mut(&size) {
+                    step.replay = Replay::Never;
+                }
+                if self.recorded() == 0 {
+                    self.workspace = None;
+                }
+            }
+        }
+        Ok(computed(model, self.by_rows[&size].batch.clone(), pool)?.0)
+    }
+
+    /// The logits by replaying, which may have to be recorded before; `None` where that is not to be.
+    fn replayed(&mut self, model: &Model, size: usize, pool: &mut Pool) -> Result<Option<Tensor>, ModelError> {
+        let step = &self.by_rows[&size];
+        if let Replay::Next(bytes) = step.replay {
+            let batch = step.batch.clone();
+            let workspace = self.workspace(model.backend(), bytes)?;
+            let guard = model.backend().begin_recording(workspace)?;
+            let logits = logits(model, batch, pool)?;
+            let recording = guard.finish()?;
+            if let Some(step) = self.by_rows.get_mut(&size) {
+                step.replay = Replay::Recorded { bytes, recording, logits };
+            }
+        }
+        match self.by_rows.get_mut(&size).map(|step| &mut step.replay) {
+            Some(Replay::Recorded { recording, logits, .. }) => {
+                recording.run()?;
+                Ok(Some(logits.clone()))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Memory of at least so many bytes. To make it larger, all recordings are given up before: they are made again.
+    fn workspace(&mut self, backend: &dyn Backend, bytes: usize) -> Result<&Workspace, ModelError> {
+        let workspace = match self.workspace.take().filter(|workspace| workspace.bytes() >= bytes) {
+            Some(workspace) => workspace,
+            None => {
+                for step in self.by_rows.values_mut() {
+                    if let Replay::Recorded { bytes, .. } = step.replay {
+                        step.replay = Replay::Next(bytes);
+                    }
+                }
+                backend.workspace(bytes)?
+            }
+        };
+        Ok(self.workspace.insert(workspace))
     }
 }
 
+/// The logits of a step that is computed at once, with the memory that it takes to record it, where that can be done.
+fn computed(model: &Model, batch: Arc<Batch>, pool: &mut Pool) -> Result<(Tensor, Option<usize>), EngineError> {
+    let step = model.backend().begin_step()?;
+    let logits = logits(model, batch, pool)?;
+    Ok((logits, step.bytes()))
+}
+
 /// The logits after every row of a batch.
-fn logits(model: &Model, batch: Arc<Batch>, pool: &mut Pool) -> Result<Tensor, EngineError> {
+fn logits(model: &Model, batch: Arc<Batch>, pool: &mut Pool) -> Result<Tensor, ModelError> {
     let mut chunks = [model.embed_batch(batch)?];
     model.forward(&mut chunks, Some(pool))?;
-    Ok(model.logits(&chunks[0].hidden)?)
+    model.logits(&chunks[0].hidden)
 }

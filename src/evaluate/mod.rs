@@ -4,6 +4,7 @@ pub mod acceptance;
 pub mod baseline;
 pub mod cache_error;
 pub mod divergence;
+pub mod finite;
 pub mod integrity;
 pub mod logits_file;
 pub mod modules;

@@ -7,8 +7,10 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::calibrate::text::TextFacts;
+use crate::evaluate::finite;
 use crate::evaluate::windows::{Convention, Window, WindowError, plan};
-use crate::model::tokenizer::{BosRule, text_sha256};
+use crate::model::tokenizer::BosRule;
 
 /// Tokens handed to the model at once, if the caller has no better number.
 pub const BATCH_TOKENS: usize = 4096;
@@ -16,9 +18,9 @@ pub const BATCH_TOKENS: usize = 4096;
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct Request<'a> {
-    /// The text as it stands in the file.
-    pub text: &'a str,
-    /// Its tokens, without special tokens.
+    /// The text as a whole.
+    pub text: &'a TextFacts,
+    /// Its tokens, without special tokens; no fewer than `max_windows` windows need.
     pub tokens: &'a [u32],
     pub convention: Convention,
     pub window: usize,
@@ -37,6 +39,9 @@ pub struct Request<'a> {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Perplexity {
     pub perplexity: f64,
+    /// Why the perplexity is not finite, where it is not: it is `null` in JSON.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
     /// Mean negative log-likelihood of the counted tokens, in nats.
     pub nll: f64,
     /// Standard error of the perplexity: that of the mean nll times the perplexity (delta method). Neighbouring
@@ -54,6 +59,9 @@ pub struct Perplexity {
     pub bos: String,
     pub text_sha256: String,
     pub device: String,
+    /// How the inputs of linears were rounded, where the artifact asks for it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inputs: Vec<String>,
     /// 0 where the system does not tell.
     pub peak_rss_bytes: u64,
     /// `exp(total nll / words)`; words are what whitespace separates in the text.
@@ -127,6 +135,7 @@ where
 {
     let Request { text, tokens, convention, window, max_windows, bos, prefix, batch_tokens, device } = *request;
     let mut windows = plan(convention, tokens, window, bos, prefix)?;
+    let whole = windows.len() <= max_windows.unwrap_or(usize::MAX);
     windows.truncate(max_windows.unwrap_or(usize::MAX));
     let began = Instant::now();
     let mut moments = Moments::default();
@@ -149,10 +158,12 @@ where
 
     let total: f64 = sums.iter().map(|w| w.sum).sum();
     let nll = total / moments.count as f64;
-    let per = |unit: usize| (convention == Convention::LmEval && unit > 0).then(|| total / unit as f64);
-    let (per_word, per_byte) = (per(text.split_whitespace().count()), per(text.len()));
+    // Words and bytes are those of the whole text.
+    let per = |unit: usize| (convention == Convention::LmEval && whole && unit > 0).then(|| total / unit as f64);
+    let (per_word, per_byte) = (per(text.words), per(text.bytes));
     let result = Perplexity {
         perplexity: nll.exp(),
+        reason: finite::perplexity(nll),
         nll,
         stderr: nll.exp() * moments.standard_error(),
         tokens: moments.count,
@@ -161,8 +172,9 @@ where
         window,
         windows: windows.len(),
         bos: bos.name().into(),
-        text_sha256: text_sha256(text),
+        text_sha256: text.sha256.clone(),
         device: device.into(),
+        inputs: Vec::new(),
         peak_rss_bytes: peak_rss_bytes(),
         word_perplexity: per_word.map(f64::exp),
         byte_perplexity: per_byte.map(f64::exp),
@@ -239,7 +251,7 @@ pub fn peak_rss_bytes() -> u64 {
 mod tests {
     use super::*;
 
-    fn request<'a>(text: &'a str, tokens: &'a [u32], convention: Convention, window: usize) -> Request<'a> {
+    fn request<'a>(text: &'a TextFacts, tokens: &'a [u32], convention: Convention, window: usize) -> Request<'a> {
         Request {
             text,
             tokens,
@@ -264,7 +276,7 @@ mod tests {
     fn a_uniform_model_has_the_vocabulary_as_perplexity() {
         let tokens = [7; 50];
         for convention in Convention::ALL {
-            let got = run(&request("seven words", &tokens, convention, 8), |_| 2048f32.ln());
+            let got = run(&request(&TextFacts::of("seven words"), &tokens, convention, 8), |_| 2048f32.ln());
             let got = got.map(|m| m.result).unwrap_or_else(|e| panic!("{e}"));
             assert!((got.perplexity - 2048.0).abs() < 1e-2, "{convention}: {}", got.perplexity);
             assert!(got.stderr < 1e-9, "{convention}: {}", got.stderr);
@@ -280,7 +292,8 @@ mod tests {
     #[test]
     fn mean_and_standard_error() {
         // Two gptq windows of three: scores 1 and 2 in each. Mean 1.5; sample variance 1/3; error sqrt(1/12).
-        let got = run(&request("x", &[7; 6], Convention::Gptq, 3), |k| k as f32).map(|m| (m.result, m.windows));
+        let got = run(&request(&TextFacts::of("x"), &[7; 6], Convention::Gptq, 3), |k| k as f32)
+            .map(|m| (m.result, m.windows));
         let (result, windows) = got.unwrap_or_else(|e| panic!("{e}"));
         assert!((result.nll - 1.5).abs() < 1e-12);
         assert!((result.perplexity - 1.5f64.exp()).abs() < 1e-12);
@@ -292,7 +305,7 @@ mod tests {
     #[test]
     fn words_and_bytes_of_the_text() {
         // Four tokens of 2 nats: 8 nats over two words and five bytes.
-        let got = run(&request("é  b\n", &[7; 4], Convention::LmEval, 10), |_| 2.0);
+        let got = run(&request(&TextFacts::of("é  b\n"), &[7; 4], Convention::LmEval, 10), |_| 2.0);
         let got = got.map(|m| m.result).unwrap_or_else(|e| panic!("{e}"));
         let close = |x: Option<f64>, y: f64| x.is_some_and(|x| (x - y).abs() < 1e-9 * y);
         assert!(close(got.word_perplexity, 4f64.exp()), "{got:?}");
@@ -302,7 +315,8 @@ mod tests {
 
     #[test]
     fn broken_scores_are_errors_only_where_they_count() {
-        let request = request("x", &[7; 16], Convention::LlamaCpp, 8);
+        let text = TextFacts::of("x");
+        let request = request(&text, &[7; 16], Convention::LlamaCpp, 8);
         assert!(run(&request, |k| if k < 5 { f32::NAN } else { 1.0 }).is_ok());
         let error = run(&request, |k| if k == 6 { f32::INFINITY } else { 1.0 }).err();
         assert!(matches!(error, Some(PerplexityError::NonFinite { window: 0, position: 6, .. })), "{error:?}");
@@ -311,7 +325,8 @@ mod tests {
     #[test]
     fn batches_are_bounded_and_of_one_length() {
         let tokens: Vec<u32> = (0..50).collect();
-        let request = request("x", &tokens, Convention::LmEval, 7);
+        let text = TextFacts::of("x");
+        let request = request(&text, &tokens, Convention::LmEval, 7);
         let mut sizes = Vec::new();
         let mut seen = Vec::new();
         let mut score = |batch: &[&[u32]]| -> Scores<String> {
@@ -327,7 +342,8 @@ mod tests {
 
     #[test]
     fn the_model_s_failure_is_passed_on() {
-        let request = request("x", &[7; 6], Convention::Gptq, 3);
+        let text = TextFacts::of("x");
+        let request = request(&text, &[7; 6], Convention::Gptq, 3);
         let mut fails = |_: &[&[u32]]| Err::<Vec<Vec<f32>>, _>("no memory");
         let error = measure(&request, &mut |_, _| {}, &mut fails).map(|_| ()).map_err(|e| e.to_string());
         assert_eq!(error, Err("the model failed at window 0: no memory".into()));

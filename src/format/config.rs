@@ -1,19 +1,26 @@
 //! Where model folders say how they are quantized: found when reading, placed when writing.
 
-use std::path::PathBuf;
+use std::fmt;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
 use super::FormatError;
-use crate::checkpoint::{Checkpoint, CheckpointError, JsonKeys, whole};
+use crate::checkpoint::{Checkpoint, CheckpointError, JsonKeys, KeyError, whole};
 use crate::scheme::GroupSize;
 
 /// The key of `config.json` that every consumer reads.
 const KEY: &str = "quantization_config";
 
-/// Side files that hold the same object, in the order in which they are believed. The first two are
-/// AutoGPTQ's and AutoAWQ's, the last AutoRound's.
-const SIDE_FILES: [&str; 3] = ["quantize_config.json", "quant_config.json", "quantization_config.json"];
+/// Where MLX writes its own; it repeats the object under [`KEY`], without a method.
+const MLX_KEY: &str = "quantization";
+
+/// NVIDIA ModelOpt's file.
+pub(super) const MODELOPT_FILE: &str = "hf_quant_config.json";
+
+/// Side files that hold the same object, in the order in which they are believed: AutoGPTQ's, AutoAWQ's, AutoRound's
+/// and ModelOpt's.
+const SIDE_FILES: [&str; 4] = ["quantize_config.json", "quant_config.json", "quantization_config.json", MODELOPT_FILE];
 
 /// A quantization config and where it was.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,8 +37,15 @@ pub fn find(checkpoint: &Checkpoint) -> Result<Option<Found>, FormatError> {
     let keys = checkpoint.keys();
     let nested = keys.object("text_config").map_err(CheckpointError::from)?.and_then(|text| text.get(KEY));
     let inside = [config.get(KEY), nested, config.get("compression_config")];
-    if let Some(value) = inside.into_iter().flatten().find(|value| !value.is_null()) {
-        return found(checkpoint.dir().join("config.json"), value.clone()).map(Some);
+    let inside = inside.into_iter().flatten().find(|value| !value.is_null());
+    let path = checkpoint.dir().join("config.json");
+    let named = inside.is_some_and(|value| value.get("quant_method").is_some());
+    let mlx = config.get(MLX_KEY).filter(|value| value.get("group_size").is_some() && value.get("bits").is_some());
+    if let (Some(value), false) = (mlx, named) {
+        return Ok(Some(Found { path, method: "mlx".into(), value: value.clone() }));
+    }
+    if let Some(value) = inside {
+        return found(path, value.clone()).map(Some);
     }
     for file in SIDE_FILES {
         if let Some(value) = checkpoint.side_json(file)? {
@@ -53,11 +67,16 @@ fn found(path: PathBuf, value: Value) -> Result<Found, FormatError> {
         Some("awq")
     } else if value.get("desc_act").is_some() {
         Some("gptq")
+    } else if value.pointer("/producer/name").and_then(Value::as_str) == Some("modelopt") {
+        Some("modelopt")
     } else {
         None
     };
-    match text("quant_method")?.or(text("method")?).or(guessed).map(str::to_lowercase) {
-        Some(method) => Ok(Found { method, path, value }),
+    let method = text("quant_method")?.or(text("method")?).or(guessed).map(str::to_lowercase);
+    match method.as_deref() {
+        // AutoRound's older spellings.
+        Some("intel/auto-round" | "auto_round") => Ok(Found { method: "auto-round".into(), path, value }),
+        Some(method) => Ok(Found { method: method.into(), path, value }),
         None => Err(invalid("it names no `quant_method`".into())),
     }
 }
@@ -65,6 +84,63 @@ fn found(path: PathBuf, value: Value) -> Result<Found, FormatError> {
 /// A group size of a quantization config.
 pub fn group_size(value: &Value) -> Option<GroupSize> {
     whole(value).and_then(|size| i32::try_from(size).ok()).and_then(GroupSize::new)
+}
+
+/// Why what a config says is not read.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Unfit {
+    /// No writer's config says this: it is damaged.
+    Invalid(String),
+    /// A sound config of a form that is not read here.
+    Unread(String),
+}
+
+impl From<String> for Unfit {
+    fn from(why: String) -> Self {
+        Unfit::Invalid(why)
+    }
+}
+
+impl From<&str> for Unfit {
+    fn from(why: &str) -> Self {
+        Unfit::Invalid(why.into())
+    }
+}
+
+impl From<KeyError> for Unfit {
+    fn from(why: KeyError) -> Self {
+        Unfit::Invalid(why.into())
+    }
+}
+
+impl fmt::Display for Unfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Unfit::Invalid(why) | Unfit::Unread(why) => f.write_str(why),
+        }
+    }
+}
+
+impl Unfit {
+    /// The same with the place in the config where it is.
+    pub(super) fn within(self, place: &str) -> Self {
+        match self {
+            Unfit::Invalid(why) => Unfit::Invalid(format!("in `{place}`: {why}")),
+            Unfit::Unread(why) => Unfit::Unread(format!("in `{place}`: {why}")),
+        }
+    }
+
+    /// The error about the config of a folder.
+    pub(super) fn of(self, found: &Found) -> FormatError {
+        let (path, method) = (found.path.clone(), found.method.clone());
+        match self {
+            Unfit::Invalid(why) => FormatError::Config { path, why },
+            Unfit::Unread(why) => {
+                let dir = path.parent().unwrap_or(Path::new("")).into();
+                FormatError::Variant { dir, method, why }
+            }
+        }
+    }
 }
 
 /// The artifact's `config.json`: `source` with `quantization` added, keys in their order. A nested text

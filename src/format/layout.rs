@@ -105,10 +105,44 @@ impl InputsKind {
         }
     }
 
+    /// How the engine rounds them, for records and people; `None` where they stay floats. `numbers` are those of the
+    /// weights. This is compressed-tensors' own arithmetic (`calculate_qparams`, `fake_quantize`) in f32; engines that
+    /// serve artifacts differ where the text says so (vLLM `int8/scaled_quant.cu`, SGLang `int8_kernel.py`).
+    pub fn reading(self, numbers: Rounded) -> Option<String> {
+        let each = match self {
+            InputsKind::Float => return None,
+            InputsKind::Token | InputsKind::TokenAsymmetric => "each token".into(),
+            InputsKind::Group(size) => format!("each {size} inputs of a token"),
+            InputsKind::Tensor | InputsKind::TensorAsymmetric => "the artifact's".into(),
+        };
+        Some(match (numbers, self) {
+            (Rounded::Integers, InputsKind::Tensor) => format!("8-bit integers, scale: {each}"),
+            (Rounded::Integers, InputsKind::TensorAsymmetric) => {
+                format!("8-bit integers, scale and zero point: {each}")
+            }
+            (Rounded::Integers, InputsKind::TokenAsymmetric) => format!(
+                "8-bit integers, scale of {each}: (max - min) / 255, 0 within the range, as in compressed-tensors (vLLM: \
+                 without 0)"
+            ),
+            (Rounded::Integers, _) => format!(
+                "8-bit integers, scale of {each}: max|x| / 127.5, as in compressed-tensors (vLLM and SGLang: / 127)"
+            ),
+            (Rounded::Floats, kind) if kind.is_static() => format!("E4M3, scale: {each}"),
+            (Rounded::Floats, _) => format!("E4M3, scale of {each}: max|x| / 448"),
+        })
+    }
+
     /// Whether the artifact holds a scale for them.
     pub fn is_static(self) -> bool {
         matches!(self, InputsKind::Tensor | InputsKind::TensorAsymmetric)
     }
+}
+
+/// What inputs are rounded to: the same kind of number as the weights beside them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rounded {
+    Integers,
+    Floats,
 }
 
 /// What shares a scale in weights of 8-bit floats.

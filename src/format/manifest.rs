@@ -78,6 +78,11 @@ pub enum Mismatch {
 }
 
 impl Manifest {
+    /// The quantization method that the settings name.
+    pub fn method(&self) -> Option<&str> {
+        self.options.get("method")?.as_str()
+    }
+
     /// Writes `quantkit.json` into `dir`.
     pub fn write(&self, dir: &Path) -> Result<(), ManifestError> {
         let path = dir.join(FILE);
@@ -105,8 +110,10 @@ impl Manifest {
 /// Re-hashes the outputs that the manifest of `dir` names; what differs, in the manifest's order.
 pub fn verify_manifest(dir: &Path) -> Result<Vec<Mismatch>, ManifestError> {
     let manifest = Manifest::read(dir)?;
-    let found: Vec<Option<Mismatch>> =
-        manifest.outputs.par_iter().map(|record| compare(dir, record)).collect::<Result<_, _>>()?;
+    let found: Vec<Result<Option<Mismatch>, ManifestError>> =
+        manifest.outputs.par_iter().map(|record| compare(dir, record)).collect();
+    // The first fault in order is reported, whichever thread finds one first.
+    let found: Vec<Option<Mismatch>> = found.into_iter().collect::<Result<_, _>>()?;
     Ok(found.into_iter().flatten().collect())
 }
 
@@ -153,7 +160,8 @@ pub fn hash_files<S: AsRef<str> + Sync>(dir: &Path, names: &[S]) -> Result<Vec<F
         let (sha256, bytes) = sha256_file(&dir.join(&file))?;
         Ok(FileRecord { file, bytes, sha256 })
     };
-    names.par_iter().map(record).collect()
+    let records: Vec<Result<FileRecord, ManifestError>> = names.par_iter().map(record).collect();
+    records.into_iter().collect()
 }
 
 /// SHA-256 of bytes in memory, in hexadecimal.

@@ -1,16 +1,19 @@
 //! Artifact formats: names, files, configuration keys; written out and read back.
 
 pub mod atomic;
+mod autoround;
 pub mod awq;
 pub mod compressed;
 pub mod config;
 pub mod consumers;
 mod float8;
+mod foreign;
 pub mod fp8;
 pub mod gguf;
 pub mod gptq;
 pub mod layout;
 pub mod manifest;
+mod modelopt;
 pub mod replace;
 pub mod safetensors;
 pub mod sizes;
@@ -45,6 +48,8 @@ const FORMATS: &[Format] = &[
     Format { method: "awq", open: awq::open },
     Format { method: "compressed-tensors", open: compressed::open },
     Format { method: "fp8", open: fp8::open },
+    Format { method: "auto-round", open: autoround::open },
+    Format { method: "modelopt", open: modelopt::open },
 ];
 
 /// The `quant_method`s that [`open`] reads.
@@ -66,7 +71,7 @@ pub struct Opened {
 /// What consumers look at in a quantized folder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Quantization {
-    /// Of all linears; of the first where they differ.
+    /// Of all linears; of most weights where they differ.
     pub kind: Kind,
     /// What the config says of most linears, or that of the first.
     pub base: Scheme,
@@ -74,6 +79,8 @@ pub struct Quantization {
     pub schemes: BTreeMap<String, Scheme>,
     /// Scales of keys and values.
     pub kv_cache: Option<KvScales>,
+    /// How the inputs of linears are rounded, each way once, in the order of modules; empty where all stay floats.
+    pub inputs: Vec<String>,
 }
 
 impl Quantization {
@@ -90,6 +97,7 @@ impl Quantization {
             kv_heads: config.kv_heads,
             kv_cache: self.kv_cache,
             modules: modules.collect(),
+            unasked: config.unasked.iter().cloned().collect(),
         }
     }
 }
@@ -112,15 +120,30 @@ pub enum FormatError {
     Gguf(#[from] gguf::source::GgufError),
     #[error("`{dir}` is quantized by `{method}`, which is not read; readable are: {known}")]
     Method { dir: PathBuf, method: String, known: String },
+    #[error("`{path}` is {name}: quantkit does not read this; {advice}")]
+    Foreign { path: PathBuf, name: String, advice: String },
+    #[error(
+        "`{dir}` is quantized by `{method}` in a form that quantkit does not read: {why}; give the model it was made from"
+    )]
+    Variant { dir: PathBuf, method: String, why: String },
     #[error("the quantization config in `{path}` is not valid: {why}")]
     Config { path: PathBuf, why: String },
     #[error("module `{module}` in `{dir}` is damaged: {why}; download or quantize it again")]
     Damaged { module: String, dir: PathBuf, why: String },
 }
 
+impl FormatError {
+    /// Whether there is nothing wrong with what was given, but that it is of a kind that is not read.
+    pub fn is_unread(&self) -> bool {
+        matches!(self, FormatError::Method { .. } | FormatError::Foreign { .. } | FormatError::Variant { .. })
+    }
+}
+
 /// Opens the weights of a model folder, whatever form they are stored in.
 pub fn open(checkpoint: Checkpoint) -> Result<Opened, FormatError> {
-    let Some(found) = config::find(&checkpoint)? else {
+    let found = config::find(&checkpoint)?;
+    foreign::refuse_quantized(&checkpoint, found.as_ref())?;
+    let Some(found) = found else {
         // Without its scale such a weight is only a direction.
         if let Some((name, _)) = checkpoint.tensors().iter().find(|(_, entry)| entry.dtype == Dtype::F8E4M3) {
             let why = format!("there is none, yet tensor `{name}` is {}: nothing says how it is scaled", Dtype::F8E4M3);
@@ -150,7 +173,21 @@ pub fn is_file(path: &Path) -> bool {
 
 /// Opens the weights at `path`: a model folder or a GGUF file, whatever form they are stored in.
 pub fn open_path(path: &Path) -> Result<Opened, FormatError> {
-    if is_file(path) { open_file(path) } else { open(Checkpoint::open(path)?) }
+    if is_file(path) {
+        return open_file(path);
+    }
+    refuse_foreign(path)?;
+    open(Checkpoint::open(path)?)
+}
+
+/// What a hub repository is by the names of its files, where those are signs of something else than a model.
+pub fn foreign_listing(id: &str, files: &[String]) -> Option<FormatError> {
+    foreign::listed(id, files)
+}
+
+/// Refuses by name what is no model folder and no GGUF file, but is known to be something else.
+pub fn refuse_foreign(path: &Path) -> Result<(), FormatError> {
+    foreign::refuse(path)
 }
 
 /// Opens a model that is one file: GGUF.

@@ -46,6 +46,9 @@ fn unreadable(path: &Path) -> impl Fn(io::Error) -> OutputError {
 
 /// Refuses files `names` of a new artifact that are in the way of files in `dir` which quantkit did not write.
 pub fn refuse_collisions<'a>(dir: &Path, names: impl IntoIterator<Item = &'a str>) -> Result<(), OutputError> {
+    if !dir.is_dir() {
+        return Ok(());
+    }
     let strangers = strangers(dir, &written(dir)).map_err(unreadable(dir))?;
     for name in names.into_iter().map(Path::new) {
         if let Some(found) = strangers.iter().find(|found| name.starts_with(found) || found.starts_with(name)) {

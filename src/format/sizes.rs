@@ -31,10 +31,11 @@ pub struct Source {
 }
 
 impl Source {
-    /// The tensors of a folder in plain floats.
-    pub fn measured(checkpoint: &Checkpoint) -> Self {
+    /// The tensors of a folder in plain floats, as artifacts take them up: a head that repeats the embedding is left out.
+    pub fn measured(checkpoint: &Checkpoint, config: &ModelConfig) -> Self {
         let spec = |(name, entry): (&String, &Entry)| TensorSpec::new(name.clone(), entry.dtype, entry.shape.clone());
-        Self { tensors: checkpoint.tensors().iter().map(spec).collect(), measured: true }
+        let tensors = checkpoint.tensors().iter().filter(|(name, _)| !config.is_repeated(name));
+        Self { tensors: tensors.map(spec).collect(), measured: true }
     }
 
     /// What a config asks for, in the number type that it names, F16 if none.
@@ -217,7 +218,7 @@ fn settled(config: &ModelConfig, layout: &dyn Layout, scheme: Scheme) -> (Vec<Mo
 fn gguf(source: &Source, config: &ModelConfig, kind: FileType) -> Result<(u64, Option<String>), String> {
     let architecture = Architecture::of(config.family).map_err(|e| e.to_string())?;
     let mut tensors: Vec<write::TensorSpec> = Vec::new();
-    for spec in source.tensors.iter().filter(|spec| spec.dtype.is_float()) {
+    for spec in source.tensors.iter().filter(|spec| spec.dtype.is_float() && config.reads(&spec.name)) {
         let stored = match spec.dtype {
             Dtype::F16 => GgmlType::F16,
             Dtype::BF16 => GgmlType::BF16,

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
+use super::config::Unfit;
 use super::consumers::Kind;
 use super::{FormatError, Quantization, cache_scales, config};
 use crate::backend::weight::Weight;
@@ -101,27 +102,54 @@ pub struct StoredSource<L> {
 }
 
 impl<L: Linear> StoredSource<L> {
-    /// Checks every module of `names`.
-    pub fn open(
+    /// Checks every module of `names`, in a folder whose config says `method`.
+    pub fn open<E: Into<Unfit>>(
         checkpoint: Checkpoint,
+        method: &str,
         names: &[String],
-        check: impl Fn(Tensors) -> Result<L, String> + Sync,
+        check: impl Fn(Tensors) -> Result<L, E> + Sync,
     ) -> Result<Self, FormatError> {
-        let read = |name: &String| match check(Tensors { checkpoint: &checkpoint, module: name }) {
+        let dir = || checkpoint.dir().into();
+        let read = |name: &String| match check(Tensors { checkpoint: &checkpoint, module: name }).map_err(E::into) {
             Ok(linear) => Ok((name.clone(), linear)),
-            Err(why) => Err(FormatError::Damaged { module: name.clone(), dir: checkpoint.dir().into(), why }),
+            Err(Unfit::Invalid(why)) => Err(FormatError::Damaged { module: name.clone(), dir: dir(), why }),
+            Err(Unfit::Unread(why)) => {
+                let why = format!("module `{name}`: {why}");
+                Err(FormatError::Variant { dir: dir(), method: method.into(), why })
+            }
         };
-        let modules = names.par_iter().map(read).collect::<Result<_, _>>()?;
+        let read: Vec<Result<_, FormatError>> = names.par_iter().map(read).collect();
+        // Not collected in parallel: the first fault in order is reported, whichever thread finds one first.
+        let modules = read.into_iter().collect::<Result<_, _>>()?;
         Ok(Self { checkpoint, modules })
     }
 }
 
 impl<L> StoredSource<L> {
     /// The linears, as consumers look at them.
-    pub fn quantization(&self, of: impl Fn(&L) -> (Kind, Scheme)) -> Option<Quantization> {
-        let (kind, base) = of(self.modules.values().next()?);
+    pub fn quantization(&self, of: impl Fn(&L) -> (Kind, Scheme)) -> Option<Quantization>
+    where
+        L: Linear,
+    {
+        // The kind and scheme of most weights.
+        let mut shares: Vec<((Kind, Scheme), usize)> = Vec::new();
+        for linear in self.modules.values() {
+            let (own, (rows, cols)) = (of(linear), linear.shape());
+            match shares.iter_mut().find(|(other, _)| *other == own) {
+                Some((_, weights)) => *weights += rows * cols,
+                None => shares.push((own, rows * cols)),
+            }
+        }
+        // The first of several as large.
+        let ((kind, base), _) = shares.into_iter().rev().max_by_key(|(_, weights)| *weights)?;
         let schemes = self.modules.iter().map(|(name, linear)| (name.clone(), of(linear).1)).collect();
-        Some(Quantization { kind, base, schemes, kv_cache: cache_scales(&self.checkpoint) })
+        let mut inputs: Vec<String> = Vec::new();
+        for reading in self.modules.values().filter_map(|linear| of(linear).0.inputs()) {
+            if !inputs.contains(&reading) {
+                inputs.push(reading);
+            }
+        }
+        Some(Quantization { kind, base, schemes, kv_cache: cache_scales(&self.checkpoint), inputs })
     }
 }
 

@@ -34,9 +34,9 @@ pub enum HubError {
     )]
     Offline { id: String, revision: String, file: String, cache: PathBuf },
     #[error("`{id}` (revision `{revision}`) has no `config.json`, so it is no model that can be read here")]
-    NoConfig { id: String, revision: String },
+    NoConfig { id: String, revision: String, files: Vec<String> },
     #[error("`{id}` holds no safetensors weights{hint}")]
-    NoWeights { id: String, hint: &'static str },
+    NoWeights { id: String, hint: &'static str, files: Vec<String> },
     #[error("`{id}` lists the file `{name}`, which lies outside the model folder; nothing was downloaded")]
     NameOutside { id: String, name: String },
     #[error("the index of `{id}` names shard `{shard}`, which is no safetensors file inside the model folder")]
@@ -59,4 +59,14 @@ pub enum HubError {
     Busy { id: String },
     #[error("cannot write `{path}`: {why}")]
     Io { path: PathBuf, why: String },
+}
+
+impl HubError {
+    /// What a repository holds that is no model in Hugging Face's layout.
+    pub fn listing(&self) -> Option<&[String]> {
+        match self {
+            HubError::NoConfig { files, .. } | HubError::NoWeights { files, .. } => Some(files),
+            _ => None,
+        }
+    }
 }

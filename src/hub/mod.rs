@@ -59,7 +59,7 @@ pub fn fetch(id: &str, options: &HubOptions, events: &mut Events<'_>) -> Result<
     let listed = |name: &str| names.iter().any(|n| n == name);
     // The configuration first: a repository that is no model fails before gigabytes have come.
     if !listed(CONFIG) {
-        return Err(HubError::NoConfig { id: id.into(), revision: revision.into() });
+        return Err(HubError::NoConfig { id: id.into(), revision: revision.into(), files: names });
     }
     remote.obtain(CONFIG, events)?;
     let shards = match select::weights(id, &names)? {
@@ -103,8 +103,9 @@ pub fn fetch_config(id: &str, options: &HubOptions, events: &mut Events<'_>) -> 
         return offline(id, revision, options, &store);
     }
     let (mut remote, names) = Remote::open(id, revision, options, &store)?;
-    if !select::checked(id, names)?.iter().any(|name| name == CONFIG) {
-        return Err(HubError::NoConfig { id: id.into(), revision: revision.into() });
+    let files = select::checked(id, names)?;
+    if !files.iter().any(|name| name == CONFIG) {
+        return Err(HubError::NoConfig { id: id.into(), revision: revision.into(), files });
     }
     let mut dir = remote.obtain(CONFIG, events)?;
     dir.pop();

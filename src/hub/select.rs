@@ -54,7 +54,7 @@ pub fn weights(id: &str, names: &[String]) -> Result<Weights, HubError> {
     } else {
         ""
     };
-    Err(HubError::NoWeights { id: id.into(), hint })
+    Err(HubError::NoWeights { id: id.into(), hint, files: names.to_vec() })
 }
 
 /// The shards that an index names, each once, sorted.

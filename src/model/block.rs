@@ -86,9 +86,10 @@ pub(super) fn load(
 ) -> Result<Block, ModelError> {
     let path = config.block_path(index);
     let norm = |name: &str, len: usize| norm(config, source, backend, &format!("{path}.{name}"), len);
-    let linear = |name: &str, rows: usize, cols: usize, bias: bool| -> Result<Linear, ModelError> {
+    let linear = |name: &str, rows: usize, cols: usize| -> Result<Linear, ModelError> {
         let path = format!("{path}.{name}");
-        let bias = match bias {
+        let weight = backend.load(source.linear(&path, rows, cols)?)?;
+        let bias = match config.has_bias(&path) {
             true => Some(backend.upload(
                 1,
                 rows,
@@ -96,7 +97,6 @@ pub(super) fn load(
             )?),
             false => None,
         };
-        let weight = backend.load(source.linear(&path, rows, cols)?)?;
         Ok(Linear { path, rows, cols, weight, bias })
     };
     let (hidden, inner) = (config.hidden, config.intermediate);
@@ -111,17 +111,17 @@ pub(super) fn load(
     Ok(Block {
         index,
         attention_norm: norm("input_layernorm", hidden)?,
-        q: linear("self_attn.q_proj", q, hidden, config.qkv_bias)?,
-        k: linear("self_attn.k_proj", kv, hidden, config.qkv_bias)?,
-        v: linear("self_attn.v_proj", kv, hidden, config.qkv_bias)?,
-        o: linear("self_attn.o_proj", hidden, q, config.o_bias)?,
+        q: linear("self_attn.q_proj", q, hidden)?,
+        k: linear("self_attn.k_proj", kv, hidden)?,
+        v: linear("self_attn.v_proj", kv, hidden)?,
+        o: linear("self_attn.o_proj", hidden, q)?,
         q_norm: head_norm("self_attn.q_norm")?,
         k_norm: head_norm("self_attn.k_norm")?,
         after_attention_norm: after_attention.map(|name| norm(name, hidden)).transpose()?,
         mlp_norm: norm(mlp_norm, hidden)?,
-        gate: linear("mlp.gate_proj", inner, hidden, config.mlp_bias)?,
-        up: linear("mlp.up_proj", inner, hidden, config.mlp_bias)?,
-        down: linear("mlp.down_proj", hidden, inner, config.mlp_bias)?,
+        gate: linear("mlp.gate_proj", inner, hidden)?,
+        up: linear("mlp.up_proj", inner, hidden)?,
+        down: linear("mlp.down_proj", hidden, inner)?,
         after_mlp_norm: family.sandwich_norms.then(|| norm("post_feedforward_layernorm", hidden)).transpose()?,
         path,
     })

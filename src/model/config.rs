@@ -1,12 +1,15 @@
 //! `config.json` settled into numbers the engine needs, family defaults filled in.
 
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
 use serde_json::Value;
 use thiserror::Error;
 
-use super::families::{self, Biases, Family, Sliding};
+use super::families::{self, Family, Sliding};
 use super::rope::{self, Rope};
 use crate::backend::Activation;
-use crate::checkpoint::{JsonKeys, KeyError};
+use crate::checkpoint::{CheckpointError, JsonKeys, KeyError};
 
 /// Why a config cannot be run.
 #[derive(Debug, Error)]
@@ -15,6 +18,18 @@ pub enum ConfigError {
     UnknownFamily { name: String, known: String },
     #[error(transparent)]
     Key(#[from] KeyError),
+    #[error(transparent)]
+    Tensor(#[from] CheckpointError),
+    #[error(
+        "tensor `{tensor}` is missing from `{dir}`, and {said}; add the tensor, or set the key to true if the embedding is \
+         the output head"
+    )]
+    Head { tensor: String, dir: PathBuf, said: String },
+    #[error(
+        "tensor `{tensor}` is missing from `{dir}`, and the config asks for it ({why}); add the tensor, or correct the \
+         config"
+    )]
+    Bias { tensor: String, dir: PathBuf, why: String },
 }
 
 /// Attention of one layer.
@@ -40,15 +55,19 @@ pub struct ModelConfig {
     pub vocab: usize,
     pub max_positions: usize,
     pub eps: f32,
+    /// Whether the embedding is the output head.
     pub tied: bool,
     pub activation: Activation,
     pub attention_scale: f32,
     pub attention_softcap: Option<f32>,
     pub final_softcap: Option<f32>,
     pub embedding_scale: f32,
-    pub qkv_bias: bool,
-    pub o_bias: bool,
-    pub mlp_bias: bool,
+    /// Linears that have a bias, by path.
+    pub biases: BTreeSet<String>,
+    /// Those whose bias is not zero and that the config does not ask for.
+    pub unasked: BTreeSet<String>,
+    /// What the tensors say otherwise than the config.
+    pub warnings: Vec<String>,
     pub layers: Vec<LayerKind>,
     pub ropes: Vec<Rope>,
 }
@@ -130,7 +149,7 @@ impl ModelConfig {
         let tied = keys.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", defaults.tied)?)?;
         let embedding_rows = || shape_of(&format!("{prefix}embed_tokens.weight"))?.first().copied();
         let vocab = keys.count("vocab_size")?.or_else(embedding_rows);
-        Ok(Self {
+        let mut config = Self {
             family,
             prefix,
             hidden,
@@ -147,12 +166,14 @@ impl ModelConfig {
             attention_softcap: keys.positive("attn_logit_softcapping")?.map(|c| c as f32),
             final_softcap: keys.positive("final_logit_softcapping")?.map(|c| c as f32),
             embedding_scale: if family.scaled_embeddings { (hidden as f32).sqrt() } else { 1.0 },
-            qkv_bias: attention_bias || family.biases == Biases::Qkv,
-            o_bias: attention_bias && family.biases == Biases::Config,
-            mlp_bias: keys.flag("mlp_bias", false)?,
+            biases: BTreeSet::new(),
+            unasked: BTreeSet::new(),
+            warnings: Vec::new(),
             layers,
             ropes,
-        })
+        };
+        config.biases = config.asked_biases(attention_bias, keys.flag("mlp_bias", false)?);
+        Ok(config)
     }
 
     /// The path of block `index`, as tensor names spell it.

@@ -33,6 +33,8 @@ pub struct Family {
     /// What users call it.
     pub label: &'static str,
     pub biases: Biases,
+    /// Keys of `config.json` by which transformers' class gives linears biases.
+    pub bias_keys: &'static [&'static str],
     pub sliding: Sliding,
     /// Weights of RMS norms are stored minus one.
     pub norm_plus_one: bool,
@@ -82,6 +84,7 @@ const LLAMA: Family = Family {
     architectures: &["LlamaForCausalLM"],
     label: "Llama 1, 2, 3; SmolLM2",
     biases: Biases::Config,
+    bias_keys: &["attention_bias", "mlp_bias"],
     sliding: Sliding::None,
     norm_plus_one: false,
     qk_norm: false,
@@ -95,6 +98,7 @@ const GEMMA3: Family = Family {
     model_type: "gemma3_text",
     architectures: &["Gemma3ForCausalLM"],
     label: "Gemma 3",
+    bias_keys: &["attention_bias"],
     sliding: Sliding::Pattern(6),
     norm_plus_one: true,
     qk_norm: true,
@@ -121,6 +125,7 @@ pub const FAMILIES: &[Family] = &[
         model_type: "mistral",
         architectures: &["MistralForCausalLM"],
         label: "Mistral",
+        bias_keys: &[],
         sliding: Sliding::All,
         defaults: Defaults { kv_heads: Some(8), max_positions: 131_072, ..PLAIN },
         ..LLAMA
@@ -130,6 +135,7 @@ pub const FAMILIES: &[Family] = &[
         architectures: &["Qwen2ForCausalLM"],
         label: "Qwen2, Qwen2.5",
         biases: Biases::Qkv,
+        bias_keys: &[],
         sliding: Sliding::Upper,
         defaults: Defaults { max_positions: 32_768, ..PLAIN },
         ..LLAMA
@@ -138,6 +144,7 @@ pub const FAMILIES: &[Family] = &[
         model_type: "qwen3",
         architectures: &["Qwen3ForCausalLM"],
         label: "Qwen3",
+        bias_keys: &["attention_bias"],
         sliding: Sliding::Upper,
         qk_norm: true,
         defaults: Defaults { head_dim: Some(128), max_positions: 32_768, ..PLAIN },

@@ -4,11 +4,14 @@ pub mod block;
 mod cache_scales;
 pub mod chat;
 pub mod config;
+pub mod cuts;
 pub mod families;
 pub mod fold;
 mod parts;
+pub mod presence;
 pub mod rope;
 pub mod source;
+pub mod splits;
 pub mod templates;
 pub mod tokenizer;
 
@@ -55,12 +58,7 @@ pub struct Model {
 impl Model {
     /// Opens a model; every tensor the config asks for must be there, in shape.
     pub fn open(source: Box<dyn WeightSource>, backend: Arc<dyn Backend>) -> Result<Self, ModelError> {
-        let tensors = source.checkpoint().tensors();
-        let shape_of = |start: &str| {
-            let (name, entry) = tensors.range(start.to_string()..).next()?;
-            name.starts_with(start).then_some(&entry.shape[..])
-        };
-        let config = ModelConfig::parse(source.checkpoint().config(), shape_of)?;
+        let config = ModelConfig::of(source.checkpoint())?;
         let table = source.linear(&format!("{}embed_tokens", config.prefix), config.vocab, config.hidden)?;
         let embedding = backend.load(table)?;
         let head = match config.tied {
@@ -87,26 +85,13 @@ impl Model {
         &*self.source
     }
 
-    /// The matrices beside the blocks, with their rows: the embedding, and an output head that is stored, even where
-    /// the model is tied.
+    /// The matrices beside the blocks, with their rows: the embedding, and the output head where it is another.
     pub fn tables(&self) -> Vec<(String, usize)> {
-        let embedding = format!("{}embed_tokens", self.config.prefix);
-        let head = head_path(self.config.prefix).to_string();
-        let stored = self.checkpoint().tensors().range(head.clone()..).next();
-        let own = stored.is_some_and(|(name, _)| name.strip_prefix(&*head).is_some_and(|rest| rest.starts_with('.')));
-        let mut tables = vec![(embedding, self.config.vocab)];
-        if own || !self.config.tied {
-            tables.push((head, self.config.vocab));
+        let mut tables = vec![(format!("{}embed_tokens", self.config.prefix), self.config.vocab)];
+        if !self.config.tied {
+            tables.push((head_path(self.config.prefix).to_string(), self.config.vocab));
         }
         tables
-    }
-
-    /// Whether the language model reads this tensor; the rest of a checkpoint is only passed on.
-    pub fn reads(&self, tensor: &str) -> bool {
-        let inside = |path: &str| tensor.strip_prefix(path).is_some_and(|rest| rest.starts_with('.'));
-        ["embed_tokens", "norm"].iter().any(|name| inside(&format!("{}{name}", self.config.prefix)))
-            || inside(head_path(self.config.prefix))
-            || self.blocks.iter().any(|block| inside(&block.path))
     }
 
     /// Embeds token sequences, one after another, into one chunk.
@@ -208,6 +193,6 @@ impl Model {
 }
 
 /// Where an untied output head is kept.
-fn head_path(prefix: &str) -> &'static str {
+pub fn head_path(prefix: &str) -> &'static str {
     if prefix == "language_model.model." { "language_model.lm_head" } else { "lm_head" }
 }

@@ -9,20 +9,13 @@ impl ModelConfig {
         let mut out = vec![(format!("{}embed_tokens.weight", self.prefix), vec![self.vocab, self.hidden])];
         for i in 0..self.layers.len() {
             let block = self.block_path(i);
-            let norms = ["input_layernorm", "post_attention_layernorm"].into_iter();
-            let sandwich = ["pre_feedforward_layernorm", "post_feedforward_layernorm"];
-            let norms = norms.chain(sandwich.into_iter().filter(|_| self.family.sandwich_norms));
-            out.extend(norms.map(|name| (format!("{block}.{name}.weight"), vec![self.hidden])));
-            let of_heads = ["q_norm", "k_norm"].into_iter().filter(|_| self.family.qk_norm);
-            out.extend(of_heads.map(|name| (format!("{block}.self_attn.{name}.weight"), vec![self.head_dim])));
+            for name in self.block_norms() {
+                let len = if name.starts_with("self_attn.") { self.head_dim } else { self.hidden };
+                out.push((format!("{block}.{name}.weight"), vec![len]));
+            }
         }
         for (module, rows, cols) in self.linears() {
-            let biased = match module.rsplit('.').next() {
-                Some("q_proj" | "k_proj" | "v_proj") => self.qkv_bias,
-                Some("o_proj") => self.o_bias,
-                _ => self.mlp_bias,
-            };
-            if biased {
+            if self.has_bias(&module) {
                 out.push((format!("{module}.bias"), vec![rows]));
             }
             out.push((format!("{module}.weight"), vec![rows, cols]));

@@ -6,12 +6,14 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::OnceLock;
 
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 use tokenizers::models::ModelWrapper;
 use tokenizers::processors::PostProcessorWrapper;
 
+use super::cuts::Cuts;
 use crate::checkpoint::{Checkpoint, CheckpointError, KeyError};
 
 /// What can go wrong between text and token ids.
@@ -54,6 +56,8 @@ pub struct Tokenizer {
     adds_bos: bool,
     evidence: String,
     warning: Option<String>,
+    /// Found when first asked for: most texts are short.
+    cuts: OnceLock<Result<Cuts, String>>,
 }
 
 impl Tokenizer {
@@ -124,6 +128,7 @@ impl Tokenizer {
             adds_bos,
             evidence,
             warning,
+            cuts: OnceLock::new(),
             inner,
         })
     }
@@ -132,6 +137,11 @@ impl Tokenizer {
     /// Special tokens that are spelled out in the text become their ids, as in Hugging Face tokenizers.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         encode(&self.inner, text, false)
+    }
+
+    /// Where a text may be cut so that its parts have the tokens of the whole, or why that is not known.
+    pub fn cuts(&self) -> Result<&Cuts, &str> {
+        self.cuts.get_or_init(|| Cuts::of(&self.inner)).as_ref().map_err(String::as_str)
     }
 
     /// The text of `ids`; special tokens are left out if `skip_special`.

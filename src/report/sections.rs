@@ -23,6 +23,9 @@ pub struct Identity {
     /// The scheme in words, such as `4 bits, group size 128, symmetric` or `Q4_K_M`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scheme: Option<String>,
+    /// How inputs of linears are rounded, each way once; empty where all stay floats.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inputs: Vec<String>,
     /// Bits of a code.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bits: Option<f64>,

@@ -1,6 +1,6 @@
 // The part of cuBLAS that is wanted: matrix products of f32, f16 and bf16 with f32 sums from the lowest k to
-// the highest, whatever the number of threads.
-#include "runtime.h"
+// the highest, whatever the number of threads. Those of 16-bit floats are sums of tensor cores (truncation.h).
+#include "truncation.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -71,6 +71,24 @@ void tile(const float* a, const float* b, long k, Lanes (&sums)[COLUMNS][2]) {
     memcpy(sums, local, sizeof local);
 }
 
+// The same on tensor cores, one chain of sums over all of k.
+void truncated_tile(const float* a, const float* b, long k, int exponent, const Truncation& device,
+                    Lanes (&sums)[COLUMNS][2]) {
+    memset(sums, 0, sizeof sums);
+    for (long p = 0; p < k; p += 16) {
+        Lanes rows[2][16] = {};
+        float factors[COLUMNS][16] = {};
+        for (long q = 0; q < 16 && p + q < k; ++q) {
+            memcpy(&rows[0][q], a + (p + q) * ROWS, sizeof(Lanes));
+            memcpy(&rows[1][q], a + (p + q) * ROWS + 8, sizeof(Lanes));
+            for (int j = 0; j < COLUMNS; ++j) factors[j][q] = b[(p + q) * COLUMNS + j];
+        }
+        for (int j = 0; j < COLUMNS; ++j)
+            for (int half = 0; half < 2; ++half)
+                sums[j][half] = add_truncated(sums[j][half], factors[j], rows[half], exponent, device);
+    }
+}
+
 bool wanted(Part part, long i, long j) { return part == Part::All || (part == Part::Lower ? i >= j : i <= j); }
 
 // Panels of `width` rows of op(A) or columns of op(B), k after k, padded with zeros.
@@ -85,6 +103,8 @@ void pack(const Matrix& from, bool rows, long first, long width, long end, long 
 void multiply(const Product& product) {
     const auto [m, n, k] = std::tuple(product.m, product.n, product.k);
     const long row_panels = (m + ROWS - 1) / ROWS, column_panels = (n + COLUMNS - 1) / COLUMNS;
+    const Truncation* device = product.a.type == F32 ? nullptr : truncation();
+    const int exponent = product.a.type == F16 ? F16_EXPONENT : F32_EXPONENT;
     std::vector<float> a(size_t(row_panels * ROWS * k));
     run_parallel(row_panels, [&](long panel) { pack(product.a, true, panel * ROWS, ROWS, m, k, &a[size_t(panel * ROWS * k)]); });
     run_parallel(column_panels, [&](long panel) {
@@ -93,7 +113,8 @@ void multiply(const Product& product) {
         for (long rows = 0; rows < row_panels; ++rows) {
             const long i0 = rows * ROWS, j0 = panel * COLUMNS;
             Lanes sums[COLUMNS][2];
-            tile(&a[size_t(i0 * k)], b.data(), k, sums);
+            if (device) truncated_tile(&a[size_t(i0 * k)], b.data(), k, exponent, *device, sums);
+            else tile(&a[size_t(i0 * k)], b.data(), k, sums);
             for (long j = 0; j < COLUMNS && j0 + j < n; ++j)
                 for (long i = 0; i < ROWS && i0 + i < m; ++i) {
                     if (!wanted(product.part, i0 + i, j0 + j)) continue;
@@ -180,8 +201,13 @@ EMU_API int cublasGetPointerMode_v2(void*, int* mode) {
     *mode = 0;
     return OK;
 }
+// 13.0.0, whole and in parts: major, minor, patch.
 EMU_API int cublasGetVersion_v2(void*, int* version) {
     *version = 130000;
+    return OK;
+}
+EMU_API int cublasGetProperty(int which, int* value) {
+    *value = which == 0 ? 13 : 0;
     return OK;
 }
 

@@ -49,6 +49,14 @@ Order order() {
 bool lazy() { return setting_is("QUANTKIT_EMULATOR_SCHEDULE", "lazy"); }
 bool checked() { return setting_is("QUANTKIT_EMULATOR_CHECKED", "1"); }
 
+const Truncation* truncation() {
+    static const Truncation ampere{8, 24}, hopper{16, 25};
+    static const Truncation* chosen = setting_is("QUANTKIT_EMULATOR_MMA", "ampere")   ? &ampere
+                                      : setting_is("QUANTKIT_EMULATOR_MMA", "hopper") ? &hopper
+                                                                                      : nullptr;
+    return chosen;
+}
+
 std::recursive_mutex& driver_lock() {
     static auto* lock = new std::recursive_mutex;
     return *lock;
@@ -187,6 +195,7 @@ EMU_API int cuCtxSynchronize() {
     if (current < 0) return INVALID_CONTEXT;
     if (capture_forbids()) return CAPTURE_UNSUPPORTED;
     drain_device(current);
+    pool_synchronised(current);
     return sticky(current);
 }
 

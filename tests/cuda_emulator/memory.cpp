@@ -2,6 +2,7 @@
 // inside them holds a canary. Freed addresses stay inaccessible for a long time.
 #include "runtime.h"
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <sys/mman.h>
@@ -24,6 +25,15 @@ struct Freed {
     int device;
 };
 
+// The pool of a device keeps what is freed. To cuMemAlloc it is in use, as nothing promises that it is not.
+struct Pool {
+    size_t used = 0, kept = 0;
+    unsigned long long threshold = 0;
+    void keep_at_most(unsigned long long reserved) {
+        kept = used + kept <= reserved ? kept : size_t(reserved > used ? reserved - used : 0);
+    }
+};
+
 struct Tables {
     std::map<Address, Allocation> live;
     std::deque<Freed> freed;
@@ -31,6 +41,9 @@ struct Tables {
     std::map<size_t, std::vector<char*>> parked;
     size_t parked_bytes = 0;
     size_t used[MAX_DEVICES] = {};
+    Pool pools[MAX_DEVICES];
+    long allocations = 0, failing_from = setting("QUANTKIT_EMULATOR_FAIL_ALLOC", 0);
+    long failing_to = failing_from + setting("QUANTKIT_EMULATOR_FAIL_COUNT", 1);
     int opened_for = -1;
     bool several_devices = false;
     // Fault handlers look here too, from pool threads that do not hold the driver's lock.
@@ -87,12 +100,21 @@ Allocation* holder(Address address) {
 }  // namespace
 
 size_t memory_limit() { return size_t(setting("QUANTKIT_EMULATOR_MEMORY_MB", 4096)) << 20; }
-size_t memory_used(int device) { return tables().used[device]; }
+size_t memory_used(int device) { return tables().used[device] + tables().pools[device].kept; }
 
-int allocate(int device, size_t bytes, Address* start) {
+bool allocation_fails() {
+    auto& all = tables();
+    const long number = ++all.allocations;
+    return all.failing_from > 0 && number >= all.failing_from && number < all.failing_to;
+}
+
+void pool_synchronised(int device) { tables().pools[device].keep_at_most(tables().pools[device].threshold); }
+
+int allocate(int device, size_t bytes, Address* start, bool pooled) {
     auto& all = tables();
     if (bytes == 0) return INVALID_VALUE;
-    if (device >= 0 && all.used[device] + bytes > memory_limit()) return OUT_OF_MEMORY;
+    const size_t reused = device >= 0 && pooled ? std::min(bytes, all.pools[device].kept) : 0;
+    if (device >= 0 && (allocation_fails() || memory_used(device) - reused + bytes > memory_limit())) return OUT_OF_MEMORY;
     const size_t body = (bytes + PAGE - 1) / PAGE * PAGE, map_bytes = body + 2 * PAGE;
     void* place = mmap(nullptr, map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (place == MAP_FAILED) return OUT_OF_MEMORY;
@@ -112,9 +134,11 @@ int allocate(int device, size_t bytes, Address* start) {
         memset(user + bytes - FILLED_ENDS, FRESH, FILLED_ENDS);
     }
     std::lock_guard<std::mutex> hold(all.lock);
-    Allocation& made = all.live[Address(user)] = {Address(user), bytes, map, map_bytes, device, true};
+    Allocation& made = all.live[Address(user)] = {Address(user), bytes, map, map_bytes, device, true, pooled};
     if (device >= 0) {
         all.used[device] += bytes;
+        all.pools[device].kept -= reused;
+        if (pooled) all.pools[device].used += bytes;
         for (int other = 0; other < MAX_DEVICES; ++other) all.several_devices |= other != device && all.used[other] > 0;
         if (all.opened_for >= 0 && !peer_allowed(all.opened_for, device)) set_open(made, false);
     }
@@ -136,6 +160,10 @@ int release(Address start) {
     std::lock_guard<std::mutex> hold(all.lock);
     all.live.erase(found);
     if (allocation.device >= 0) all.used[allocation.device] -= allocation.bytes;
+    if (allocation.pooled) {
+        all.pools[allocation.device].used -= allocation.bytes;
+        all.pools[allocation.device].kept += allocation.bytes;
+    }
     all.freed.push_back({allocation.start, allocation.bytes, allocation.map, allocation.map_bytes, allocation.device});
     if (all.freed.size() > FREED_KEPT) {
         munmap(all.freed.front().map, all.freed.front().map_bytes);
@@ -246,7 +274,7 @@ EMU_API int cuMemAlloc_v2(Address* start, size_t bytes) {
     Locked hold(driver_lock());
     if (int code = sticky(current_device())) return code;
     if (capture_forbids()) return CAPTURE_UNSUPPORTED;
-    return allocate(current_device(), bytes, start);
+    return allocate(current_device(), bytes, start, false);
 }
 EMU_API int cuMemFree_v2(Address start) {
     Locked hold(driver_lock());
@@ -265,7 +293,7 @@ EMU_API int cuMemAllocAsync(Address* start, size_t bytes, void* handle) {
         report("cuMemAllocAsync on a stream that is being captured: the emulator has no allocation nodes");
         return NOT_SUPPORTED;
     }
-    return allocate(device_of(stream), bytes, start);
+    return allocate(device_of(stream), bytes, start, true);
 }
 EMU_API int cuMemFreeAsync(Address start, void* handle) {
     Locked hold(driver_lock());
@@ -280,7 +308,7 @@ EMU_API int cuMemFreeAsync(Address start, void* handle) {
 EMU_API int cuMemHostAlloc(void** place, size_t bytes, unsigned) {
     Locked hold(driver_lock());
     Address start = 0;
-    const int code = allocate(HOST, bytes, &start);
+    const int code = allocate(HOST, bytes, &start, false);
     *place = reinterpret_cast<void*>(start);
     return code;
 }
@@ -292,19 +320,52 @@ EMU_API int cuMemFreeHost(void* place) {
     return release(Address(place));
 }
 
-// ---- The one memory pool of each device: its settings change nothing here.
+// From now on the allocations of device memory with these numbers, from 1, fail; instantiating a graph is one too.
+EMU_API void emu_fail_allocations(long first, long count) {
+    Locked hold(driver_lock());
+    auto& all = tables();
+    all.allocations = 0, all.failing_from = first, all.failing_to = first + count;
+}
+// Allocations since then.
+EMU_API long emu_allocations() {
+    Locked hold(driver_lock());
+    return tables().allocations;
+}
+// Bytes of device memory that are allocated; what the pool keeps is not.
+EMU_API size_t emu_allocated(int device) {
+    Locked hold(driver_lock());
+    return tables().used[device];
+}
+
+// ---- The one memory pool of each device; its handle is its place.
 
 EMU_API int cuDeviceGetDefaultMemPool(void** pool, int device) {
-    static char pools[MAX_DEVICES];
     if (device < 0 || device >= device_count()) return INVALID_DEVICE;
-    *pool = &pools[device];
+    *pool = &tables().pools[device];
     return SUCCESS;
 }
 EMU_API int cuDeviceGetMemPool(void** pool, int device) { return cuDeviceGetDefaultMemPool(pool, device); }
-EMU_API int cuMemPoolSetAttribute(void*, int, void*) { return SUCCESS; }
-EMU_API int cuMemPoolGetAttribute(void*, int, void* value) {
-    memset(value, 0, 8);
+
+enum PoolAttribute { RELEASE_THRESHOLD = 4, RESERVED_CURRENT = 5, USED_CURRENT = 7 };
+
+EMU_API int cuMemPoolSetAttribute(void* pool, int attribute, void* value) {
+    Locked hold(driver_lock());
+    if (attribute == RELEASE_THRESHOLD) memcpy(&static_cast<Pool*>(pool)->threshold, value, 8);
     return SUCCESS;
 }
-EMU_API int cuMemPoolTrimTo(void*, size_t) { return SUCCESS; }
+EMU_API int cuMemPoolGetAttribute(void* handle, int attribute, void* value) {
+    Locked hold(driver_lock());
+    const auto* pool = static_cast<const Pool*>(handle);
+    const unsigned long long answer = attribute == RELEASE_THRESHOLD  ? pool->threshold
+                                      : attribute == RESERVED_CURRENT ? pool->used + pool->kept
+                                      : attribute == USED_CURRENT     ? pool->used
+                                                                      : 0;
+    memcpy(value, &answer, 8);
+    return SUCCESS;
+}
+EMU_API int cuMemPoolTrimTo(void* pool, size_t reserved) {
+    Locked hold(driver_lock());
+    static_cast<Pool*>(pool)->keep_at_most(reserved);
+    return SUCCESS;
+}
 EMU_API int cuMemPoolSetAccess(void*, const void*, size_t) { return SUCCESS; }

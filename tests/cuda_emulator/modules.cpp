@@ -147,6 +147,7 @@ EMU_API int cuModuleLoadData(void** handle, const void* image) {
     Locked hold(driver_lock());
     if (current_device() < 0) return INVALID_CONTEXT;
     if (int code = sticky(current_device())) return code;
+    if (refused_in_capture("loading a module")) return CAPTURE_UNSUPPORTED;
     if (!memcmp(image, "\177ELF", 4) || !memcmp(image, "\x50\xed\x55\xba", 4)) {
         report("module: the image is machine code; the emulator reads PTX only");
         return NO_BINARY_FOR_GPU;
@@ -188,6 +189,7 @@ EMU_API int cuFuncSetAttribute(void* handle, int attribute, int value) {
     Locked hold(driver_lock());
     auto* function = static_cast<Function*>(handle);
     if (!functions.count(function)) return INVALID_HANDLE;
+    if (refused_in_capture("changing an attribute of a function")) return CAPTURE_UNSUPPORTED;
     if (attribute == 8) {  // dynamic shared memory
         if (value < 0 || value > 99 * 1024) return INVALID_VALUE;
         function->dynamic_limit = size_t(value);

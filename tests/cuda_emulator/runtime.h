@@ -54,6 +54,11 @@ enum class Order { Forward, Reverse, Random };
 Order order();
 bool lazy();
 bool checked();
+// How many products tensor cores add at once, and the bits kept after the first; null where sums are rounded to nearest.
+struct Truncation {
+    int products, bits;
+};
+const Truncation* truncation();
 int device_count();
 // The device of the calling thread's current context, or -1.
 int current_device();
@@ -80,8 +85,13 @@ struct Allocation {
     size_t map_bytes;
     int device;  // HOST for pinned memory
     bool open;   // accessible now
+    bool pooled; // from the device's pool
 };
-int allocate(int device, size_t bytes, Address* start);
+int allocate(int device, size_t bytes, Address* start, bool pooled);
+// Counts an allocation of device memory; whether it is one that a test wants to fail.
+bool allocation_fails();
+// The pool gives back what it keeps beyond its threshold, as at every synchronisation.
+void pool_synchronised(int device);
 int release(Address start);
 // The live allocation that holds all of the range, or null.
 Allocation* holding(Address start, size_t bytes);
@@ -117,6 +127,8 @@ void drain(Stream* stream);
 void drain_device(int device);
 // Whether a capture under way forbids calls that may wait for the device; such a call spoils that capture.
 bool capture_forbids();
+// Whether the calling thread is recording on its device: `what` is reported as out of place there, and spoils the capture.
+bool refused_in_capture(const char* what);
 
 // ---- modules.cpp
 

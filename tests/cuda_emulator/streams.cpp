@@ -142,6 +142,16 @@ bool capture_forbids() {
     return forbidden;
 }
 
+bool refused_in_capture(const char* what) {
+    for (Stream* stream : tables().streams) {
+        Capture* capture = stream->capture.get();
+        if (!capture || stream->device != current_device() || capture->thread != std::this_thread::get_id()) continue;
+        report(format("%s while a stream is captured: nothing says that a capture allows it", what));
+        return capture->spoiled = true;
+    }
+    return false;
+}
+
 }  // namespace emu
 
 using namespace emu;
@@ -176,6 +186,7 @@ EMU_API int cuStreamSynchronize(void* handle) {
     }
     if (capture_forbids()) return CAPTURE_UNSUPPORTED;
     drain(stream);
+    pool_synchronised(stream->device);
     return sticky(stream->device);
 }
 EMU_API int cuStreamQuery(void* handle) {
@@ -253,6 +264,7 @@ EMU_API int cuEventSynchronize(void* handle) {
     if (capture_forbids()) return CAPTURE_UNSUPPORTED;
     EventRef shared = *event;
     reach(*shared, shared->recorded);
+    if (shared->stream) pool_synchronised(shared->stream->device);
     return shared->stream ? sticky(shared->stream->device) : SUCCESS;
 }
 EMU_API int cuEventQuery(void* handle) {
@@ -314,6 +326,7 @@ EMU_API int cuGraphInstantiateWithFlags(void** executable, void* handle, unsigne
     Locked hold(driver_lock());
     auto* graph = static_cast<Graph*>(handle);
     if (!tables().graphs.count(graph)) return INVALID_HANDLE;
+    if (allocation_fails()) return OUT_OF_MEMORY;
     auto* made = new Graph(*graph);
     tables().graphs.insert(made);
     *executable = made;

@@ -1,7 +1,7 @@
 // Twins of the tensor-core instructions: the last lane to arrive gathers the fragments of the warp in the
 // layouts of the PTX manual, multiplies, and scatters the result. Products of 16-bit floats are exact in f32,
-// so fused and separate multiply-add agree; sums go from the lowest k to the highest.
-#include "runtime.h"
+// so fused and separate multiply-add agree; sums go from the lowest k to the highest, or as truncation.h says.
+#include "truncation.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -42,9 +42,19 @@ inline void widen_bfloat16(const uint32_t* packed, float* out, int words) {
     }
 }
 
+// D to the lanes that hold it.
+template <class D>
+void scatter(Fragments<D>** fragments, const D (&d)[16][8]) {
+    for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane >> 2, t = lane & 3;
+        memcpy(fragments[lane]->d, &d[g][2 * t], 8);
+        memcpy(fragments[lane]->d + 2, &d[g + 8][2 * t], 8);
+    }
+}
+
 // m16n8k16. Lane 4g+t holds of A rows g, g+8 and columns 2t, 2t+1, +8; of B rows 2t, 2t+1, +8 and column g;
 // of D rows g, g+8 and columns 2t, 2t+1.
-template <void (*WIDEN)(const uint32_t*, float*, int)>
+template <void (*WIDEN)(const uint32_t*, float*, int), int EXPONENT>
 void multiply_16bit(void** arguments, unsigned lanes) {
     need_whole_warp(lanes, "mma needs all 32 lanes");
     auto** fragments = reinterpret_cast<Fragments<float>**>(arguments);
@@ -66,6 +76,15 @@ void multiply_16bit(void** arguments, unsigned lanes) {
     }
     Row columns[16];
     memcpy(columns, b, sizeof columns);
+    if (const emu::Truncation* device = emu::truncation()) {
+        for (int i = 0; i < 16; ++i) {
+            Row sum;
+            memcpy(&sum, d[i], sizeof sum);
+            sum = emu::add_truncated(sum, a[i], columns, EXPONENT, *device);
+            memcpy(d[i], &sum, sizeof sum);
+        }
+        return scatter(fragments, d);
+    }
     for (int i = 0; i < 16; i += 4) {
         Row sums[4];
         memcpy(sums, d[i], sizeof sums);
@@ -73,11 +92,7 @@ void multiply_16bit(void** arguments, unsigned lanes) {
             for (int r = 0; r < 4; ++r) sums[r] += a[i + r][k] * columns[k];
         memcpy(d[i], sums, sizeof sums);
     }
-    for (int lane = 0; lane < 32; ++lane) {
-        const int g = lane >> 2, t = lane & 3;
-        memcpy(fragments[lane]->d, &d[g][2 * t], 8);
-        memcpy(fragments[lane]->d + 2, &d[g + 8][2 * t], 8);
-    }
+    scatter(fragments, d);
 }
 
 // m16n8k32. Lane 4g+t holds of A rows g, g+8 and columns 4t to 4t+3, +16; of B rows 4t to 4t+3, +16 and column g.
@@ -104,11 +119,7 @@ void multiply_8bit(void** arguments, unsigned lanes) {
         }
         memcpy(d[i], &sum, sizeof sum);
     }
-    for (int lane = 0; lane < 32; ++lane) {
-        const int g = lane >> 2, t = lane & 3;
-        memcpy(fragments[lane]->d, &d[g][2 * t], 8);
-        memcpy(fragments[lane]->d + 2, &d[g + 8][2 * t], 8);
-    }
+    scatter(fragments, d);
 }
 
 struct MatrixRows {
@@ -129,11 +140,11 @@ void load_matrices(void** arguments, unsigned lanes) {
 
 void emu_mma_f16(float* d, const uint32_t* a, const uint32_t* b) {
     Fragments<float> own{d, a, b};
-    emu::meet(emu::self, ~0u, multiply_16bit<widen_half>, &own);
+    emu::meet(emu::self, ~0u, multiply_16bit<widen_half, emu::F16_EXPONENT>, &own);
 }
 void emu_mma_bf16(float* d, const uint32_t* a, const uint32_t* b) {
     Fragments<float> own{d, a, b};
-    emu::meet(emu::self, ~0u, multiply_16bit<widen_bfloat16>, &own);
+    emu::meet(emu::self, ~0u, multiply_16bit<widen_bfloat16, emu::F32_EXPONENT>, &own);
 }
 void emu_mma_s8(int* d, const uint32_t* a, const uint32_t* b) {
     Fragments<int> own{d, a, b};

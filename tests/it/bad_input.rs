@@ -3,6 +3,7 @@
 
 mod calibration;
 mod checkpoint;
+mod foreign;
 mod numbers;
 mod options;
 mod output;

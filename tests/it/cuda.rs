@@ -8,8 +8,10 @@ mod eight_bits;
 mod elementwise;
 mod few_rows;
 mod ggml;
+pub mod graphs;
 mod linear;
 mod model;
+mod rounding;
 mod solver;
 
 use std::sync::Arc;

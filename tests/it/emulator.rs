@@ -2,6 +2,7 @@
 //! Cases that need settings of their own, or that end in an error that stays, run in a child process.
 
 mod faults;
+mod memory;
 mod results;
 mod streams;
 
@@ -9,6 +10,7 @@ use std::env;
 use std::ffi::{CString, c_void};
 use std::process::Command;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUmodule, CUresult, CUstream};
 use cudarc::driver::{CudaContext, result};
@@ -106,14 +108,14 @@ fn free(place: CUdeviceptr) -> CUresult {
 
 // ---- Child processes.
 
-/// Runs a case in a process of its own with these settings; gives what it wrote to standard error.
-fn in_child(case: &str, settings: &[(&str, &str)]) -> String {
+/// Runs a case in a process of its own with these settings; gives what it wrote to standard error. One that hangs fails.
+pub fn in_child(case: &str, settings: &[(&str, &str)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["emulator::child", "--exact", "--nocapture"]).env("QUANTKIT_EMULATOR_CASE", case);
     for (name, value) in settings {
         command.env(format!("QUANTKIT_EMULATOR_{name}"), value);
     }
-    let output = command.output().unwrap();
+    let output = assert_cmd::Command::from_std(command).timeout(Duration::from_secs(300)).output().unwrap();
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{case} with {settings:?}:\n{}{words}", String::from_utf8_lossy(&output.stdout));
     words
@@ -123,9 +125,9 @@ fn in_child(case: &str, settings: &[(&str, &str)]) -> String {
 #[test]
 fn child() {
     let Ok(case) = env::var("QUANTKIT_EMULATOR_CASE") else { return };
-    let cases = [faults::CASES, streams::CASES, results::CASES];
+    let cases = [faults::CASES, memory::CASES, streams::CASES, results::CASES, crate::cuda::graphs::CASES];
     let (_, run) = cases.iter().flat_map(|c| c.iter()).find(|(name, _)| *name == case).unwrap();
     run();
 }
 
-type Case = (&'static str, fn());
+pub type Case = (&'static str, fn());

@@ -13,10 +13,12 @@ mod gguf_options;
 mod inspect;
 mod interruption;
 mod plan;
+mod presence;
 mod recipe;
 mod rules;
 mod scaling;
 mod speculation;
+mod structure;
 mod validate;
 
 use serde_json::Value;

@@ -1,8 +1,10 @@
 //! Packing, writing and reading artifacts: round trips, hostile files, folders that appear whole or not at all.
 
+mod autoround;
 mod awq;
 mod compressed;
 mod folder;
+mod foreign;
 mod fp8;
 mod layouts;
 
@@ -228,7 +230,7 @@ fn configs_are_found_wherever_writers_put_them() {
     plain.config = json!({});
     assert_eq!(plain.open().unwrap().method, None);
     plain.config = json!({"quantization_config": {"quant_method": "aqlm"}});
-    let known = "gptq, awq, compressed-tensors, fp8";
+    let known = "gptq, awq, compressed-tensors, fp8, auto-round, modelopt";
     assert!(plain.damage().contains(&format!("quantized by `aqlm`, which is not read; readable are: {known}")));
     plain.config = json!({"quantization_config": {"bits": 4}});
     assert!(plain.damage().contains("no `quant_method`"));
@@ -307,6 +309,36 @@ fn hostile_artifacts_are_refused() {
     infinite.add(TensorSpec::new(format!("{UP}.scales"), Dtype::F16, [2, 32]), [0, 0x7C].repeat(64));
     let error = infinite.open().unwrap().source.linear(UP, 32, 64).unwrap_err().to_string();
     assert!(error.contains("the scale of output 0 in group 0 is inf"), "{error}");
+}
+
+/// A fault is reported by the first name in order, whatever the order of a map or of threads.
+#[test]
+fn the_first_fault_in_order_is_reported() {
+    let header = |names: &[&str]| {
+        let tensor = |(i, name): (usize, &&str)| {
+            format!(r#""{name}":{{"dtype":"F4","shape":[4],"data_offsets":[{},{}]}}"#, 2 * i, 2 * i + 2)
+        };
+        let tensors: Vec<String> = names.iter().enumerate().map(tensor).collect();
+        let text = format!("{{{}}}", tensors.join(","));
+        [&(text.len() as u64).to_le_bytes(), text.as_bytes(), &vec![0; 2 * names.len()]].concat()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), "{}").unwrap();
+    let names: Vec<String> = (0..20).map(|i| format!("layer.{i:02}.weight")).collect();
+    let names: Vec<&str> = names.iter().rev().map(String::as_str).collect();
+    fs::write(dir.path().join("model.safetensors"), header(&names)).unwrap();
+    for _ in 0..8 {
+        let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("tensor `layer.00.weight` is F4, which is not read"), "{error}");
+    }
+
+    let mut folder = folder::Folder::bare(json!({"quant_method": "fp8"}));
+    for layer in 0..64 {
+        folder.add(&format!("layer.{layer:02}.weight"), Dtype::F8E4M3, &[2, 2], vec![0x38; 4]);
+    }
+    for _ in 0..8 {
+        assert!(folder.damage().contains("module `layer.00` in"));
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use quantkit::checkpoint::Checkpoint;
 use quantkit::format::gguf::metadata::{Described, Options, describe};
+use quantkit::format::gguf::names::Architecture;
 use quantkit::format::gguf::pretokenizer;
 use quantkit::format::gguf::read::GgufFile;
 use quantkit::format::gguf::restore::{self, Tensors};
@@ -41,11 +42,7 @@ fn folder(case: &str, golden: &Json) -> (tempfile::TempDir, PathBuf) {
 
 fn open(dir: &Path) -> (Checkpoint, ModelConfig) {
     let checkpoint = Checkpoint::open(dir).unwrap();
-    let shape_of = |start: &str| {
-        let found = checkpoint.tensors().iter().find(|(name, _)| name.starts_with(start));
-        found.map(|(_, entry)| &*entry.shape)
-    };
-    let config = ModelConfig::parse(checkpoint.config(), shape_of).unwrap();
+    let config = ModelConfig::of(&checkpoint).unwrap();
     (checkpoint, config)
 }
 
@@ -164,14 +161,11 @@ fn check(name: &str, case: &Case) {
 /// A folder made of the metadata reads as the same model, tokenizes alike, and has the same metadata again.
 fn and_back(dir: &Path, first: &Described) {
     let (checkpoint, config) = open(dir);
+    let architecture = Architecture::of(config.family).unwrap();
     let has = |name: &str| {
-        let path = config.prefix;
-        checkpoint.tensors().contains_key(&match name {
-            "output.weight" => "lm_head.weight".to_owned(),
-            "blk.0.attn_q.bias" => format!("{path}layers.0.self_attn.q_proj.bias"),
-            "blk.0.ffn_gate.bias" => format!("{path}layers.0.mlp.gate_proj.bias"),
-            other => panic!("asked for `{other}`"),
-        })
+        let there = architecture.to_hf(name).unwrap().unwrap();
+        let inner = there.strip_prefix("model.").map(|inner| format!("{}{inner}", config.prefix));
+        checkpoint.tensors().contains_key(&inner.unwrap_or(there))
     };
     let tensors = Tensors { has: &has, rope_freqs: first.rope_freqs.as_deref() };
     let files = restore::files(&first.metadata, tensors).unwrap();
@@ -188,7 +182,7 @@ fn and_back(dir: &Path, first: &Described) {
     assert_eq!(restored.layers, config.layers);
     let sizes = |c: &ModelConfig| [c.hidden, c.intermediate, c.heads, c.kv_heads, c.head_dim, c.vocab, c.max_positions];
     assert_eq!(sizes(&restored), sizes(&config));
-    let flags = |c: &ModelConfig| [c.tied, c.qkv_bias, c.o_bias, c.mlp_bias];
+    let flags = |c: &ModelConfig| (c.tied, c.biases.clone());
     assert_eq!(flags(&restored), flags(&config));
     assert_eq!((restored.activation, restored.eps), (config.activation, config.eps));
     assert!(close(restored.attention_scale, config.attention_scale));

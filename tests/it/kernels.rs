@@ -233,6 +233,29 @@ fn ptx_is_made_from_the_sources_as_they_are() {
     }
 }
 
+/// `.ci/kernels` tries some of it again.
+#[test]
+fn what_assembling_gives_is_recorded() {
+    let text = read(&folder().join("assembled.txt"));
+    let (mut files, mut kernels) = (BTreeMap::new(), BTreeSet::new());
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let words: Vec<_> = line.split_whitespace().collect();
+        if line.starts_with(' ') {
+            kernels.insert(words[0].to_owned());
+            assert_eq!(words[words.len() - 1], "0", "{}: spills registers", words[0]);
+        } else {
+            files.insert(words[0].to_owned(), words[1].to_owned());
+        }
+    }
+    let of_ptx = |stem: &String| {
+        let ptx = ptx(stem);
+        sha256([ptx.splitn(6, '\n').nth(5).unwrap().as_bytes().to_vec()])[..16].to_owned()
+    };
+    let wanted = kernel_files().into_keys().map(|stem| (stem.clone(), of_ptx(&stem))).collect();
+    assert_eq!(files, wanted, "`.ci/kernels generate` writes kernels/assembled.txt");
+    assert_eq!(kernels, kernel_files().keys().flat_map(|stem| entries(&ptx(stem))).collect());
+}
+
 #[test]
 fn ptx_offers_what_the_sources_define() {
     for (stem, source) in kernel_files() {

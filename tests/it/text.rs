@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::fs;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use quantkit::calibrate::corpus::{Corpus, CorpusError, Sampling, windows};
@@ -284,13 +285,13 @@ fn a_missing_or_broken_tokenizer_is_told_with_the_remedy() {
 fn megabytes_are_tokenized_in_seconds() {
     let tokenizer = demo_tokenizer();
     let corpus = Corpus::builtin();
-    let bytes: usize = corpus.documents.iter().map(String::len).sum();
+    let bytes = corpus.facts.bytes;
     let began = Instant::now();
     let tokens = corpus.tokens(&tokenizer).unwrap();
     let took = began.elapsed();
     assert!(tokens.len() > bytes / 8, "{} tokens of {bytes} bytes", tokens.len());
     assert!(took < Duration::from_secs(30), "{bytes} bytes took {took:?}");
-    assert_eq!(tokenizer.decode(&tokens, false).unwrap(), corpus.documents[0]);
+    assert_eq!(tokenizer.decode(&tokens, false).unwrap(), corpus.text().unwrap());
     assert_ne!(ids_sha256(&tokens), ids_sha256(&tokens[1..]));
 }
 
@@ -411,18 +412,20 @@ fn the_template_s_three_places() {
     assert!(error.contains("chat_template.jinja` fails at line 2"), "{error}");
 }
 
-fn corpus(name: &str, content: impl AsRef<[u8]>) -> Result<Corpus, CorpusError> {
+/// A file and its corpus, which reads the file again when its text is asked for.
+fn corpus(name: &str, content: impl AsRef<[u8]>) -> Result<(TempDir, Corpus), CorpusError> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(name);
     fs::write(&path, content).unwrap();
     let chat = template(CHATML).unwrap();
-    Corpus::read(&path, Some(&|messages| chat.render(messages, false)))
+    let corpus = Corpus::read(&path, Some(Arc::new(move |messages| chat.render(messages, false))))?;
+    Ok((dir, corpus))
 }
 
 #[test]
 fn corpora_from_files() {
-    let text = corpus("a.txt", "\u{feff}one\n\ntwo\n").unwrap();
-    assert_eq!(text.documents, ["one\n\ntwo\n"]);
+    let (_dir, text) = corpus("a.txt", "\u{feff}one\n\ntwo\n").unwrap();
+    assert_eq!(text.all_documents().unwrap(), ["one\n\ntwo\n"]);
     assert_eq!(text.sha256, "0d3cce5abe0888511afe66aece8c9b43c5fb070559c747d16c5b16bfa1ed952f");
 
     let lines = concat!(
@@ -432,14 +435,17 @@ fn corpora_from_files() {
         "\r\n",
         r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]}]}"#,
     );
-    let chat = corpus("a.jsonl", lines).unwrap();
-    assert_eq!(chat.documents, ["first", "<|im_start|>system\ns<|im_end|>\n\n<|im_start|>user\nu<|im_end|>\n\n"]);
+    let (_dir, chat) = corpus("a.jsonl", lines).unwrap();
+    assert_eq!(
+        chat.all_documents().unwrap(),
+        ["first", "<|im_start|>system\ns<|im_end|>\n\n<|im_start|>user\nu<|im_end|>\n\n"]
+    );
 
     let tokenizer = demo_tokenizer();
-    let [a, b] = [0, 1].map(|i| tokenizer.encode(&chat.documents[i]).unwrap());
+    let [a, b] = [0, 1].map(|i| tokenizer.encode(&chat.all_documents().unwrap()[i]).unwrap());
     assert_eq!(chat.tokens(&tokenizer).unwrap(), [&a[..], &[1], &b[..]].concat());
     // A document that ends with EOS itself gets no second one.
-    let ended = corpus("a.jsonl", "{\"text\": \"x<|end|>\"}\n{\"text\": \"y\"}").unwrap();
+    let (_dir, ended) = corpus("a.jsonl", "{\"text\": \"x<|end|>\"}\n{\"text\": \"y\"}").unwrap();
     let tokens = ended.tokens(&tokenizer).unwrap();
     assert_eq!(tokens.iter().filter(|id| **id == 1).count(), 1, "{tokens:?}");
 }
@@ -454,7 +460,7 @@ fn documents_beyond_what_is_needed_are_not_tokenized() {
     let (all, some) = (corpus.tokens(&tokenizer).unwrap(), corpus.first_tokens(&tokenizer, 20).unwrap());
     assert!(some.len() >= 20 && some.len() < all.len());
     assert_eq!(some[..], all[..some.len()]);
-    assert_eq!(corpus.text().matches("a whale\n\na whale").count(), 300, "joined by blank lines");
+    assert_eq!(corpus.text().unwrap().matches("a whale\n\na whale").count(), 300, "joined by blank lines");
 }
 
 #[test]
@@ -480,7 +486,7 @@ fn bad_corpora_are_told_by_line() {
     fs::write(&path, "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}").unwrap();
     assert!(matches!(Corpus::read(&path, None), Err(CorpusError::NoTemplate { line: 1, .. })));
     let refuse = |_: &[Message]| Err(ChatError::Refused { origin: "t".into(), why: "no".into() });
-    let error = Corpus::read(&path, Some(&refuse)).unwrap_err().to_string();
+    let error = Corpus::read(&path, Some(Arc::new(refuse))).unwrap_err().to_string();
     assert!(error.contains("line 1: the chat template in `t` refuses this conversation: no"), "{error}");
     assert!(matches!(Corpus::read(&dir.path().join("none.txt"), None), Err(CorpusError::Io { .. })));
 }
@@ -508,7 +514,7 @@ fn a_uniform_model_on_the_heldout_text() {
     for convention in Convention::ALL {
         let bos = BosMode::Auto.settle(&tokenizer, false, convention.bos_habit()).unwrap();
         let request = Request {
-            text: &corpus.documents[0],
+            text: &corpus.facts,
             tokens: &tokens,
             convention,
             window: 512,
@@ -551,7 +557,7 @@ fn a_uniform_model_on_the_heldout_text() {
             Convention::LmEval => {
                 assert_eq!(keys, [&common[..], &of_text[..]].concat());
                 assert_eq!(result.tokens, tokens.len() as u64);
-                let bits = result.nll * tokens.len() as f64 / 2f64.ln() / corpus.documents[0].len() as f64;
+                let bits = result.nll * tokens.len() as f64 / 2f64.ln() / corpus.facts.bytes as f64;
                 assert!((result.bits_per_byte.unwrap() / bits - 1.0).abs() < 1e-12);
             }
             Convention::LlamaCpp => {

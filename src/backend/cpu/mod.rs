@@ -15,7 +15,8 @@ use super::solver::Solver;
 use super::tensor::Tensor;
 use super::weight::Weight;
 use super::{
-    Activation, AttentionShape, Backend, Batch, DeviceError, Done, Drift, Gram, Matrix, Recording, RopeTable, Span,
+    Activation, AttentionShape, Backend, Batch, DecodingStep, DeviceError, Done, Drift, Gram, Matrix, RecordingStep,
+    RopeTable, Span, Workspace,
 };
 use crate::num::{matmul, simd};
 
@@ -275,11 +276,19 @@ impl Backend for Cpu {
         Ok(x.as_host().par_chunks(x.cols).map(elementwise::argmax).collect())
     }
 
-    fn begin_recording(&self) -> Done<bool> {
-        Ok(false)
+    fn records(&self) -> bool {
+        false
     }
 
-    fn end_recording(&self) -> Done<Recording> {
+    fn begin_step(&self) -> Done<DecodingStep> {
+        Ok(DecodingStep(None))
+    }
+
+    fn workspace(&self, _: usize) -> Done<Workspace> {
+        Err(DeviceError { device: self.device(), why: "nothing is recorded here".into() })
+    }
+
+    fn begin_recording(&self, _: &Workspace) -> Done<RecordingStep> {
         Err(DeviceError { device: self.device(), why: "nothing is recorded here".into() })
     }
 }

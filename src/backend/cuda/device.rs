@@ -5,13 +5,13 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use bytemuck::Pod;
-use cudarc::cublas::CudaBlas;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{CUdeviceptr, CUfunction, CUresult};
 use cudarc::driver::{CudaContext, CudaStream};
 
 use super::super::{DeviceError, Done};
-use super::graph::Recorder;
+use super::blas::Blas;
+use super::graph::Phase;
 use super::memory::{self, Buffer, Origin};
 use super::modules::Modules;
 
@@ -75,11 +75,11 @@ pub struct Device {
     pub model: String,
     /// Place among the devices that work side by side.
     pub slot: usize,
-    /// Present where cuBLAS is installed and wanted.
-    pub blas: Option<CudaBlas>,
+    /// cuBLAS where it is wanted and a fitting version is installed, otherwise why it is not used.
+    pub blas: Result<Blas, String>,
     modules: Modules,
     functions: Mutex<HashMap<&'static str, Function>>,
-    recorder: Mutex<Option<Recorder>>,
+    phase: Mutex<Phase>,
 }
 
 #[derive(Clone, Copy)]
@@ -116,12 +116,7 @@ impl Device {
         memory::keep_freed(&context).map_err(fail)?;
         let stream = context.new_stream().map_err(fail)?;
         let copies = context.new_stream().map_err(fail)?;
-        // SAFETY: asks the dynamic loader whether the library is there; nothing is called in it.
-        let blas = if cublas && unsafe { cudarc::cublas::sys::is_culib_present() } {
-            CudaBlas::new(stream.clone()).ok()
-        } else {
-            None
-        };
+        let blas = if cublas { Blas::new(&stream) } else { Err("it is not wanted".into()) };
         let device = Self {
             context,
             stream,
@@ -132,7 +127,7 @@ impl Device {
             blas,
             modules: Modules::default(),
             functions: Mutex::default(),
-            recorder: Mutex::default(),
+            phase: Mutex::new(Phase::Other),
         };
         Ok(Arc::new(device))
     }
@@ -163,17 +158,30 @@ impl Device {
         self.stream.synchronize().map_err(|e| self.error(e))
     }
 
-    pub(super) fn recorder(&self) -> MutexGuard<'_, Option<Recorder>> {
-        self.recorder.lock().unwrap_or_else(|e| e.into_inner())
+    /// What the device is given. Buffers must not be dropped while this is held: that asks for it as well.
+    pub(super) fn phase(&self) -> MutexGuard<'_, Phase> {
+        self.phase.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn recording(&self) -> bool {
+        matches!(*self.phase(), Phase::Recording(_))
+    }
+
+    /// Whether a decoding step is computed or recorded.
+    pub(super) fn decoding(&self) -> bool {
+        !matches!(*self.phase(), Phase::Other)
     }
 
     /// Memory that the main stream uses; its contents are undefined.
     pub fn alloc(self: &Arc<Self>, bytes: usize) -> Done<Buffer> {
-        if let Some(recorder) = &mut *self.recorder() {
-            return recorder.alloc(self, bytes);
-        }
+        let measured = match &mut *self.phase() {
+            Phase::Recording(recorder) => return recorder.alloc(self, bytes),
+            Phase::Step(space) => space.clone(),
+            Phase::Other => None,
+        };
         let pointer = self.take(&self.stream, bytes)?;
-        Ok(Buffer::new(self.clone(), pointer, bytes, Origin::Main))
+        let origin = measured.map_or(Origin::Main, |space| Origin::Measured { _part: space.take(bytes) });
+        Ok(Buffer::new(self.clone(), pointer, bytes, origin))
     }
 
     /// Memory that the stream of copies fills first.
@@ -182,25 +190,15 @@ impl Device {
         Ok(Buffer::new(self.clone(), pointer, bytes, Origin::Copies(OnceLock::new())))
     }
 
-    /// Memory of the pool, first used on `stream`.
+    /// Memory of the pool, first used on `stream`. When there is too little, once more without what the pool keeps;
+    /// the error says how much is missing and what the user can do about it.
     fn take(&self, stream: &CudaStream, bytes: usize) -> Done<CUdeviceptr> {
-        self.allocated(bytes, || {
-            // SAFETY: the stream belongs to the context that is current; nobody reads the memory before it is written.
-            unsafe { result::malloc_async(stream.cu_stream(), bytes.max(4)) }
-        })
-    }
-
-    /// Allocates; when that fails for want of memory, once more without what the pool keeps. What is wanting is told
-    /// with what the user can do about it.
-    pub(super) fn allocated(
-        &self,
-        bytes: usize,
-        allocate: impl Fn() -> Result<CUdeviceptr, DriverError>,
-    ) -> Done<CUdeviceptr> {
         self.bind()?;
+        // SAFETY: the stream belongs to the context that is current; nobody reads the memory before it is written.
+        let allocate = || unsafe { result::malloc_async(stream.cu_stream(), bytes.max(4)) };
         let short = |e: &DriverError| e.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         let mut pointer = allocate();
-        if pointer.as_ref().is_err_and(short) && self.recorder().is_none() {
+        if pointer.as_ref().is_err_and(short) && !self.recording() {
             // What was freed is free once the work before is done.
             let _ = self.synchronize();
             memory::trim(&self.context);
@@ -284,7 +282,7 @@ impl Device {
         if bytes == 0 {
             return Ok(());
         }
-        if let Some(recorder) = &mut *self.recorder() {
+        if let Phase::Recording(recorder) = &mut *self.phase() {
             recorder.keep(from);
             recorder.keep(to);
         }
@@ -335,6 +333,10 @@ impl Device {
 
     fn function(&self, kernel: &'static str, shared: u32) -> Done<CUfunction> {
         let mut functions = self.functions.lock().unwrap_or_else(|e| e.into_inner());
+        let loaded = functions.get(kernel).is_some_and(|function| shared <= function.shared);
+        if !loaded && self.recording() {
+            return Err(self.failed(format!("kernel `{kernel}` is not loaded, and a recording must not load it")));
+        }
         let function = match functions.get_mut(kernel) {
             Some(function) => function,
             None => {
@@ -382,7 +384,7 @@ impl Launch<'_> {
     /// A pointer into a buffer, `at` bytes from its start.
     pub fn buffer_at(mut self, buffer: &Buffer, at: usize) -> Self {
         debug_assert!(at <= buffer.bytes());
-        if let Some(recorder) = &mut *self.device.recorder() {
+        if let Phase::Recording(recorder) = &mut *self.device.phase() {
             recorder.keep(buffer);
         }
         self.arguments.push(buffer.pointer() + at as u64);

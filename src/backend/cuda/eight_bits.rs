@@ -39,11 +39,11 @@ fn planes(device: &Arc<Device>, plane: Plane, count: usize, rows: usize, cols: u
     let stride = cols.next_multiple_of(UNIT);
     let high = device.alloc(rows * stride * 2)?;
     let low = if count == 2 { Some(device.alloc(rows * stride * 2)?) } else { None };
-    Ok(Planes { plane, high, low, stride })
+    Ok(Planes { plane, high, low, stride, of_rows: None })
 }
 
 /// Applies what was left out of the products, and adds the bias.
-fn scale_outputs(
+pub(super) fn scale_outputs(
     out: &Tensor,
     of_rows: Option<&Buffer>,
     of_outputs: Option<&Buffer>,
@@ -122,7 +122,12 @@ pub fn floats(x: &Tensor, w: &Floats, bias: Option<&Buffer>, precision: Precisio
         let launch = launch.buffer(x.buffer()).optional(bias).buffer(out.buffer());
         return launch.u32(x.rows).u32(n).u32(cols).u32(w.tile.0).u32(w.tile.1).go();
     }
-    let precision = if apart { Precision::Single } else { precision };
+    let precision = match (apart, rounding) {
+        (true, _) => Precision::Single,
+        // A scale times an E4M3 number needs more bits than one plane has, and the artifact rounds only once.
+        (false, true) => Precision::Double,
+        (false, false) => precision,
+    };
     let multiply = |weight: &Planes, bias: Option<&Buffer>, out: &Tensor| dense(x, weight, bias, precision, out);
     if w.of_outputs.is_none() {
         let decode = |first: usize, rows: usize| {

@@ -117,7 +117,7 @@ fn decoded(kernel: &'static str, blocks: &Buffer, at: usize, rows: usize, cols: 
     let chunks = values / CHUNK;
     let launch = device.launch(kernel, [chunks.div_ceil(BLOCK), 1, 1], BLOCK).buffer_at(blocks, at);
     launch.buffer(&high).optional(low.as_ref()).u32(chunks).go()?;
-    Ok(Planes { plane, high, low, stride: cols })
+    Ok(Planes { plane, high, low, stride: cols, of_rows: None })
 }
 
 /// Rows `ids` of a table, times `scale`.

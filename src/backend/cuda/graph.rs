@@ -1,76 +1,301 @@
-//! A pass over the model as one CUDA graph: recorded once, run many times with other contents of the same
-//! buffers.
+//! Decoding steps: measured while they are computed, then recorded as CUDA graphs, which run many times with other
+//! contents of the same buffers.
+//!
+//! Nothing is allocated and nothing is loaded while a step is recorded: the step before it of the same shape has loaded
+//! its kernels, and its memory has been measured and taken up beforehand.
 
-use std::sync::{Arc, Mutex};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use cudarc::driver::result;
-use cudarc::driver::sys::{CUdeviceptr, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::result::DriverError;
+use cudarc::driver::sys::{CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUstreamCaptureMode};
 
 use super::super::Done;
 use super::device::Device;
-use super::memory::{Buffer, Origin};
+use super::memory::{Buffer, Freed, Origin};
 
-/// Memory of a graph: taken while it is recorded, reused inside it, freed with it.
-pub struct GraphMemory {
-    device: Arc<Device>,
-    /// All of it.
-    taken: Mutex<Vec<CUdeviceptr>>,
-    /// Parts that an earlier step of the recording needs no longer.
-    free: Mutex<Vec<(CUdeviceptr, usize)>>,
+/// What a device is given at present.
+pub enum Phase {
+    /// Prompts, windows of a text, weights.
+    Other,
+    /// A decoding step that is computed at once; its memory is measured if it is to be recorded.
+    Step(Option<Arc<Space>>),
+    Recording(Recorder),
 }
 
-impl GraphMemory {
-    /// A part is free for later steps of the recording.
-    pub fn give_back(&self, pointer: CUdeviceptr, bytes: usize) {
-        self.free.lock().unwrap_or_else(|e| e.into_inner()).push((pointer, bytes));
+// ---- Memory of a step.
+
+/// Parts of a stretch of memory: each takes the lowest gap that is large enough. The same calls in the same order give
+/// the same places.
+#[derive(Default)]
+pub struct Space(Mutex<Parts>);
+
+#[derive(Debug, Default, PartialEq)]
+struct Parts {
+    /// Start and end of what lies free below `top`; no two touch.
+    gaps: BTreeMap<usize, usize>,
+    /// One past the highest byte that was ever taken.
+    top: usize,
+}
+
+impl Parts {
+    /// Parts start where the driver would let allocations start.
+    const ALIGNMENT: usize = 256;
+
+    fn size(bytes: usize) -> usize {
+        bytes.max(1).next_multiple_of(Self::ALIGNMENT)
     }
-}
 
-impl Drop for GraphMemory {
-    fn drop(&mut self) {
-        let _ = self.device.synchronize();
-        for &pointer in self.taken.get_mut().unwrap_or_else(|e| e.into_inner()).iter() {
-            // SAFETY: allocated by `Recorder::alloc`, freed once; no graph or buffer that names it is left.
-            let _ = unsafe { result::free_sync(pointer) };
+    fn take(&mut self, bytes: usize) -> usize {
+        let bytes = Self::size(bytes);
+        let fits = self.gaps.iter().find(|(start, end)| *end - *start >= bytes || **end == self.top);
+        let Some((start, end)) = fits.map(|(start, end)| (*start, *end)) else {
+            self.top += bytes;
+            return self.top - bytes;
+        };
+        self.gaps.remove(&start);
+        if start + bytes < end {
+            self.gaps.insert(start + bytes, end);
         }
+        self.top = self.top.max(start + bytes);
+        start
+    }
+
+    fn give(&mut self, start: usize, bytes: usize) {
+        let (mut start, mut end) = (start, start + Self::size(bytes));
+        if let Some(after) = self.gaps.remove(&end) {
+            end = after;
+        }
+        if let Some((&before, _)) = self.gaps.range(..start).next_back().filter(|(_, stop)| **stop == start) {
+            start = before;
+        }
+        self.gaps.insert(start, end);
     }
 }
 
-/// A recording in progress.
+impl Space {
+    fn parts(&self) -> MutexGuard<'_, Parts> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    pub(super) fn take(self: &Arc<Self>, bytes: usize) -> SpacePart {
+        SpacePart { space: self.clone(), start: self.parts().take(bytes), bytes }
+    }
+
+    /// Bytes that all parts together have needed at most.
+    fn needed(&self) -> usize {
+        self.parts().top
+    }
+}
+
+/// A part of a [`Space`], which is free again when this goes.
+pub struct SpacePart {
+    space: Arc<Space>,
+    start: usize,
+    bytes: usize,
+}
+
+impl Drop for SpacePart {
+    fn drop(&mut self) {
+        self.space.parts().give(self.start, self.bytes);
+    }
+}
+
+/// A decoding step that is computed at once, until this goes.
+pub struct Measuring {
+    device: Arc<Device>,
+    space: Option<Arc<Space>>,
+}
+
+impl Measuring {
+    /// Begins a step; `measured` if it is to be recorded later.
+    pub fn new(device: &Arc<Device>, measured: bool) -> Done<Self> {
+        let space = measured.then(Arc::default);
+        let mut phase = device.phase();
+        if !matches!(*phase, Phase::Other) {
+            return Err(device.failed("a decoding step is under way already"));
+        }
+        *phase = Phase::Step(space.clone());
+        Ok(Self { device: device.clone(), space })
+    }
+
+    /// Bytes of memory that it takes to record such a step; `None` where it is not to be recorded.
+    pub fn bytes(&self) -> Option<usize> {
+        self.space.as_ref().map(|space| space.needed())
+    }
+}
+
+impl Drop for Measuring {
+    fn drop(&mut self) {
+        *self.device.phase() = Phase::Other;
+    }
+}
+
+// ---- Recording.
+
+/// A recording in progress: where its memory is, and what it uses.
 pub struct Recorder {
-    memory: Arc<GraphMemory>,
+    workspace: Buffer,
+    space: Arc<Space>,
     /// Buffers from outside that the graph reads or writes.
     kept: Vec<Buffer>,
-    later: Vec<CUdeviceptr>,
+    later: Vec<Later>,
 }
 
 impl Recorder {
-    /// Memory of the graph: a part that is free again, or fresh.
-    pub fn alloc(&mut self, device: &Arc<Device>, bytes: usize) -> Done<Buffer> {
-        let mut free = self.memory.free.lock().unwrap_or_else(|e| e.into_inner());
-        let pointer = match free.iter().position(|(_, size)| *size == bytes) {
-            Some(at) => free.swap_remove(at).0,
-            None => {
-                // SAFETY: the context is current. Not stream-ordered, which would make it part of the graph.
-                let pointer = device.allocated(bytes, || unsafe { result::malloc_sync(bytes.max(4)) })?;
-                self.memory.taken.lock().unwrap_or_else(|e| e.into_inner()).push(pointer);
-                pointer
-            }
-        };
-        drop(free);
-        Ok(Buffer::new(device.clone(), pointer, bytes, Origin::Graph(self.memory.clone())))
+    /// A part of the workspace. It calls nothing of the driver, so that it may be called with the phase locked.
+    pub(super) fn alloc(&mut self, device: &Arc<Device>, bytes: usize) -> Done<Buffer> {
+        let part = self.space.take(bytes);
+        if part.start + bytes > self.workspace.bytes() {
+            let room = self.workspace.bytes();
+            return Err(device.failed(format!("a recorded step needs more than the {room} bytes that were measured")));
+        }
+        let pointer = self.workspace.pointer() + part.start as u64;
+        Ok(Buffer::new(
+            device.clone(),
+            pointer,
+            bytes,
+            Origin::Graph { _part: part, workspace: self.workspace.clone() },
+        ))
     }
 
-    /// The graph uses `buffer`, which therefore must live as long. Its own memory does so anyway.
-    pub fn keep(&mut self, buffer: &Buffer) {
-        if !buffer.is_of_graph() && !self.kept.iter().any(|kept| kept.pointer() == buffer.pointer()) {
+    /// The graph uses `buffer`, which therefore must live as long. The workspace does so anyway.
+    pub(super) fn keep(&mut self, buffer: &Buffer) {
+        let own = buffer.workspace().is_some_and(|other| other.pointer() == self.workspace.pointer());
+        if !own && !self.kept.iter().any(|kept| kept.pointer() == buffer.pointer()) {
             self.kept.push(buffer.clone());
         }
     }
+}
 
-    /// Memory from outside was dropped meanwhile.
-    pub fn free_later(&mut self, pointer: CUdeviceptr) {
-        self.later.push(pointer);
+/// What was given up while a recording was under way: giving it back to the driver must not become part of the graph.
+pub(super) enum Later {
+    Memory(Freed),
+    Graph(CUgraph, CUgraphExec),
+}
+
+// SAFETY: graph handles may be used from any thread, one at a time.
+unsafe impl Send for Later {}
+
+impl Later {
+    /// Gives it back now, or once the recording is over.
+    pub(super) fn drop_on(self, device: &Device) {
+        let mut phase = device.phase();
+        match &mut *phase {
+            Phase::Recording(recorder) => recorder.later.push(self),
+            _ => self.give_back(device),
+        }
+    }
+
+    fn give_back(self, device: &Device) {
+        match self {
+            Later::Memory(memory) => memory.free(device),
+            Later::Graph(graph, executable) => {
+                if device.bind().is_ok() {
+                    // SAFETY: made by `Capture::finish`, destroyed once. The driver lets a graph that runs come to its end.
+                    unsafe {
+                        let _ = result::graph::exec_destroy(executable);
+                        let _ = result::graph::destroy(graph);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Memory that recorded steps share: they run one at a time.
+pub struct GraphSpace(Buffer);
+
+impl GraphSpace {
+    pub fn new(device: &Arc<Device>, bytes: usize) -> Done<Self> {
+        device.alloc(bytes).map(Self)
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+}
+
+/// A recording in progress. Unless it is finished, what was recorded is thrown away with it.
+pub struct Capture {
+    device: Arc<Device>,
+    open: bool,
+}
+
+impl Capture {
+    /// Starts recording what the device is given from now on, with its memory in `space`.
+    pub fn begin(device: &Arc<Device>, space: &GraphSpace) -> Done<Self> {
+        device.bind()?;
+        let mut phase = device.phase();
+        if !matches!(*phase, Phase::Other) {
+            return Err(device.failed("a decoding step is under way already"));
+        }
+        // SAFETY: the stream is this device's own.
+        // Relaxed: another thread may bring in weights on another stream meanwhile.
+        unsafe {
+            result::stream::begin_capture(
+                device.stream.cu_stream(),
+                CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+            )
+        }
+        .map_err(|e| device.error(e))?;
+        *phase = Phase::Recording(Recorder {
+            workspace: space.0.clone(),
+            space: Arc::default(),
+            kept: Vec::new(),
+            later: Vec::new(),
+        });
+        drop(phase);
+        Ok(Self { device: device.clone(), open: true })
+    }
+
+    /// Ends the recording and gives the graph.
+    pub fn finish(mut self) -> Done<Graph> {
+        let device = self.device.clone();
+        let (graph, recorder) = self.end();
+        let (graph, Some(recorder)) = (graph.map_err(|e| device.error(e))?, recorder) else {
+            return Err(device.failed("no recording is in progress"));
+        };
+        // SAFETY: the graph was just made; flag 0 is the default.
+        match unsafe { result::graph::instantiate(graph, CUgraphInstantiate_flags(0)) } {
+            Ok(executable) => {
+                let Recorder { workspace: _workspace, kept: _kept, .. } = recorder;
+                Ok(Graph { device, graph, executable, _kept, _workspace })
+            }
+            Err(error) => {
+                // SAFETY: the graph was just made and goes nowhere else.
+                let _ = unsafe { result::graph::destroy(graph) };
+                Err(device.error(error))
+            }
+        }
+    }
+
+    fn end(&mut self) -> (Result<CUgraph, DriverError>, Option<Recorder>) {
+        self.open = false;
+        let device = &self.device;
+        // Without this the call might go to another device; if it fails, so does the call.
+        let _ = device.bind();
+        let mut phase = device.phase();
+        // SAFETY: the stream is being captured.
+        let graph = unsafe { result::stream::end_capture(device.stream.cu_stream()) };
+        let ended = std::mem::replace(&mut *phase, Phase::Other);
+        // What goes below asks for the phase.
+        drop(phase);
+        let Phase::Recording(mut recorder) = ended else { return (graph, None) };
+        std::mem::take(&mut recorder.later).into_iter().for_each(|later| later.give_back(device));
+        (graph, Some(recorder))
+    }
+}
+
+impl Drop for Capture {
+    fn drop(&mut self) {
+        if self.open
+            && let (Ok(graph), _) = self.end()
+        {
+            // SAFETY: the graph was just made and goes nowhere else.
+            let _ = unsafe { result::graph::destroy(graph) };
+        }
     }
 }
 
@@ -80,53 +305,11 @@ pub struct Graph {
     graph: CUgraph,
     executable: CUgraphExec,
     _kept: Vec<Buffer>,
-    _memory: Arc<GraphMemory>,
+    _workspace: Buffer,
 }
 
 // SAFETY: graph handles may be used from any thread, one at a time; `run` takes `&mut self`.
 unsafe impl Send for Graph {}
-
-/// Starts recording what the device is given from now on.
-pub fn begin(device: &Arc<Device>) -> Done<()> {
-    device.bind()?;
-    // SAFETY: the stream is this device's own.
-    // Relaxed: memory is allocated while recording.
-    unsafe {
-        result::stream::begin_capture(device.stream.cu_stream(), CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)
-    }
-    .map_err(|e| device.error(e))?;
-    let memory = Arc::new(GraphMemory { device: device.clone(), taken: Mutex::default(), free: Mutex::default() });
-    *device.recorder() = Some(Recorder { memory, kept: Vec::new(), later: Vec::new() });
-    Ok(())
-}
-
-/// Ends the recording.
-pub fn end(device: &Arc<Device>) -> Done<Graph> {
-    let Some(mut recorder) = device.recorder().take() else {
-        return Err(device.failed("no recording is in progress"));
-    };
-    device.bind()?;
-    // SAFETY: the stream is being captured.
-    let graph = unsafe { result::stream::end_capture(device.stream.cu_stream()) };
-    for pointer in std::mem::take(&mut recorder.later) {
-        // SAFETY: handed over by the last owner of that memory.
-        let _ = unsafe { result::free_async(pointer, device.stream.cu_stream()) };
-    }
-    let graph = graph.map_err(|e| device.error(e))?;
-    // SAFETY: the graph was just made; flag 0 is the default.
-    let executable = unsafe { result::graph::instantiate(graph, CUgraphInstantiate_flags(0)) };
-    match executable {
-        Ok(executable) => {
-            let Recorder { memory: _memory, kept: _kept, .. } = recorder;
-            Ok(Graph { device: device.clone(), graph, executable, _kept, _memory })
-        }
-        Err(error) => {
-            // SAFETY: the graph was just made and goes nowhere else.
-            let _ = unsafe { result::graph::destroy(graph) };
-            Err(device.error(error))
-        }
-    }
-}
 
 impl Graph {
     /// Enqueues everything that was recorded.
@@ -140,11 +323,57 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        let _ = self.device.synchronize();
-        // SAFETY: made by `end`, destroyed once, and idle.
-        unsafe {
-            let _ = result::graph::exec_destroy(self.executable);
-            let _ = result::graph::destroy(self.graph);
+        // Its memory goes after it, in the order of the stream.
+        Later::Graph(self.graph, self.executable).drop_on(&self.device);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_take_the_lowest_gap() {
+        let mut parts = Parts::default();
+        assert_eq!([1, 256, 257, 0].map(|bytes| parts.take(bytes)), [0, 256, 512, 1024]);
+        assert_eq!(parts.top, 1280);
+        parts.give(256, 256);
+        parts.give(512, 257);
+        assert_eq!(parts.gaps, [(256, 1024)].into());
+        assert_eq!(parts.take(300), 256);
+        // Too large for the gap that is left, and the last part is taken.
+        assert_eq!((parts.take(300), parts.top), (1280, 1792));
+        // The gap at the end grows.
+        parts.give(1280, 300);
+        assert_eq!((parts.take(1000), parts.top), (1280, 2304));
+        // Neighbours on both sides come together.
+        parts.give(0, 1);
+        parts.give(1024, 0);
+        parts.give(256, 300);
+        assert_eq!(parts.gaps, [(0, 1280)].into());
+        parts.give(1280, 1000);
+        assert_eq!(parts.gaps, [(0, 2304)].into());
+    }
+
+    #[test]
+    fn parts_never_overlap() {
+        let space = Arc::new(Space::default());
+        let (mut held, mut state) = (Vec::<SpacePart>::new(), 1u64);
+        for _ in 0..2000 {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let draw = (state >> 33) as usize;
+            if draw % 5 < 2 && !held.is_empty() {
+                held.swap_remove(draw / 5 % held.len());
+                continue;
+            }
+            let part = space.take(draw % 3000);
+            let end = |part: &SpacePart| part.start + Parts::size(part.bytes);
+            assert!(held.iter().all(|other| end(other) <= part.start || end(&part) <= other.start));
+            assert!(end(&part) <= space.needed());
+            held.push(part);
         }
+        drop(held);
+        let top = space.needed();
+        assert_eq!(*space.parts(), Parts { gaps: [(0, top)].into(), top });
     }
 }

@@ -4,15 +4,13 @@
 //! is. More go to the tensor cores, which take
 //! 16-bit numbers: activations are first split into one or two planes of those. See `kernels/gemm_tile.cuh`.
 
-use std::ffi::c_int;
 use std::sync::Arc;
 
-use cudarc::cublas::result::CublasError;
-use cudarc::cublas::sys::{cublasComputeType_t, cublasGemmAlgo_t, cublasHandle_t, cublasOperation_t, cudaDataType_t};
-use cudarc::cublas::{CudaBlas, result as cublas};
+use cudarc::cublas::sys::cudaDataType_t;
 
 use super::super::Done;
 use super::super::tensor::Tensor;
+use super::blas::{Blas, BlasError};
 use super::weights::{DeviceMatrix, Plane, Quant, UNIT};
 use super::{BLOCK, Buffer, Device, Precision, blocks, eight_bits, floats, ggml};
 
@@ -61,10 +59,10 @@ macro_rules! pair {
 
 fn dense_kernels(plane: Plane, x_planes: usize, w_planes: usize) -> Pair {
     match (plane, x_planes, w_planes) {
-        (Plane::F16, 1, _) => pair!("gemm_f16_x1", 64 << 10, 32),
-        (Plane::F16, ..) => pair!("gemm_f16_x2", 72 << 10, 32),
-        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", 64 << 10, 32),
-        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", 72 << 10, 32),
+        (Plane::F16, 1, _) => pair!("gemm_f16_x1", 96 << 10, 32),
+        (Plane::F16, ..) => pair!("gemm_f16_x2", 96 << 10, 32),
+        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", 96 << 10, 32),
+        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", 96 << 10, 32),
         (Plane::Bf16, ..) => pair!("gemm_bf16_x3", 96 << 10, 32),
     }
 }
@@ -95,7 +93,8 @@ pub fn linear(
     let out = Tensor::cuda(x.rows, rows, floats(x.buffer().device(), x.rows, rows)?);
     match weight {
         DeviceMatrix::Dense { plane, high, low, stride } => {
-            let weight = Planes { plane: *plane, high: high.clone(), low: low.clone(), stride: *stride };
+            let (high, low) = (high.clone(), low.clone());
+            let weight = Planes { plane: *plane, high, low, stride: *stride, of_rows: None };
             dense(x, &weight, bias, precision, &out)?;
         }
         DeviceMatrix::Quant(weight) => quant(x, weight, bias, precision, &out)?,
@@ -112,6 +111,8 @@ pub(super) struct Planes {
     pub high: Buffer,
     pub low: Option<Buffer>,
     pub stride: usize,
+    /// Units of the rows, f32 and powers of two; none: all are 1. Activations in f16 have them, weights do not.
+    pub of_rows: Option<Buffer>,
 }
 
 impl Planes {
@@ -121,14 +122,22 @@ impl Planes {
         let bytes = x.rows * stride * 2;
         let high = device.alloc(bytes)?;
         let low = if precision == Precision::Double { Some(device.alloc(bytes)?) } else { None };
-        let kernel = match plane {
-            Plane::F16 => "split_f16",
-            Plane::Bf16 => "split_bf16",
+        let of_rows = match plane {
+            Plane::F16 => {
+                let of_rows = floats(device, x.rows, 1)?;
+                let launch = device.launch("split_f16", [x.rows, 1, 1], BLOCK).buffer(x.buffer()).buffer(&high);
+                let launch = launch.optional(low.as_ref()).buffer(&of_rows).optional(gather);
+                launch.u32(x.cols).u32(stride).go()?;
+                Some(of_rows)
+            }
+            Plane::Bf16 => {
+                let launch = device.launch("split_bf16", [x.rows, stride.div_ceil(256), 1], 128).buffer(x.buffer());
+                let launch = launch.buffer(&high).optional(low.as_ref()).optional(gather);
+                launch.u32(x.rows).u32(x.cols).u32(stride).go()?;
+                None
+            }
         };
-        let launch = device.launch(kernel, [x.rows, stride.div_ceil(256), 1], 128).buffer(x.buffer());
-        let launch = launch.buffer(&high).optional(low.as_ref()).optional(gather);
-        launch.u32(x.rows).u32(x.cols).u32(stride).go()?;
-        Ok(Self { plane, high, low, stride })
+        Ok(Self { plane, high, low, stride, of_rows })
     }
 
     fn count(&self) -> usize {
@@ -170,7 +179,8 @@ pub(super) fn tensor_cores(x: &Planes, weight: &Planes, bias: Option<&Buffer>, o
     let kernels = dense_kernels(weight.plane, x.count(), weight.count());
     let (kernel, grid, shared) = kernels.shape(out.rows, n);
     let launch = device.launch(kernel, grid, BLOCK).shared(shared).buffer(&x.high).optional(x.low.as_ref());
-    let launch = launch.buffer(&weight.high).optional(weight.low.as_ref()).optional(bias).buffer(out.buffer());
+    let launch = launch.buffer(&weight.high).optional(weight.low.as_ref()).optional(bias);
+    let launch = launch.optional(x.of_rows.as_ref()).buffer(out.buffer());
     launch.u32(out.rows).u32(n).u32(weight.stride).go()
 }
 
@@ -196,7 +206,7 @@ fn quant(x: &Tensor, weight: &Quant, bias: Option<&Buffer>, precision: Precision
     let (kernel, grid, shared) = kernels.shape(out.rows, n);
     let launch = device.launch(kernel, grid, BLOCK).shared(shared).buffer(&x.high).optional(x.low.as_ref());
     let launch = launch.buffer(&weight.q).buffer(&weight.scales).buffer(&weight.zeros);
-    let launch = launch.optional(bias).buffer(out.buffer());
+    let launch = launch.optional(bias).optional(x.of_rows.as_ref()).buffer(out.buffer());
     launch.u32(out.rows).u32(n).u32(weight.units).u32(weight.units_per_group).go()
 }
 
@@ -239,28 +249,27 @@ fn product(device: &Arc<Device>, out: &Buffer, a: &Buffer, b: &Buffer, rows: usi
     launch.u64(1).u64(n).u64(n).u64(1).f32(1.0).i32(0).go()
 }
 
-// ---- cuBLAS. Its matrices are column-major: a row-major matrix is the transpose of what it sees.
+// ---- cuBLAS.
 
-/// cuBLAS, where it is there and may be used. It allocates as it likes, so a recording does without.
-fn library(device: &Arc<Device>) -> Option<&CudaBlas> {
-    let recording = device.recorder().is_some();
-    device.blas.as_ref().filter(|_| !recording)
+/// cuBLAS, where it is used. Decoding steps do without, whether they are recorded or not: their bits must not depend on
+/// that, and cuBLAS allocates and loads as it likes, which a recording must not.
+fn library(device: &Device) -> Option<&Blas> {
+    device.blas.as_ref().ok().filter(|_| !device.decoding())
 }
 
-fn handle(blas: &CudaBlas, device: &Device) -> Done<cublasHandle_t> {
-    device.bind()?;
-    Ok(*blas.handle())
-}
-
-fn failed(device: &Device, error: CublasError) -> super::super::DeviceError {
+fn failed(device: &Device, error: BlasError) -> super::super::DeviceError {
     device.failed(format!("cuBLAS: {error}"))
 }
 
+/// Columns whose products cuBLAS sums up at once where results are to be as good as f32. Tensor cores do not round sums to
+/// nearest, and long ones drift (see `CHAIN` in `kernels/gemm_tile.cuh`): this keeps the drift of a sum whose products have
+/// one sign at 1e-5. Fewer would be better, but results go to memory and back each time.
+const BLAS_COLUMNS: usize = 1024;
+
 /// The planes' products one after the other, large ones first.
-fn dense_blas(blas: &CudaBlas, x: &Planes, weight: &Planes, bias: Option<&Buffer>, out: &Tensor) -> Done<()> {
+fn dense_blas(blas: &Blas, x: &Planes, weight: &Planes, bias: Option<&Buffer>, out: &Tensor) -> Done<()> {
     let device = out.buffer().device();
-    let handle = handle(blas, device)?;
-    let (rows, n, k) = (out.rows as c_int, out.cols as c_int, weight.stride as c_int);
+    device.bind()?;
     let kind = match weight.plane {
         Plane::F16 => cudaDataType_t::CUDA_R_16F,
         Plane::Bf16 => cudaDataType_t::CUDA_R_16BF,
@@ -268,63 +277,32 @@ fn dense_blas(blas: &CudaBlas, x: &Planes, weight: &Planes, bias: Option<&Buffer
     let mut products = vec![(&x.high, &weight.high)];
     products.extend(x.low.as_ref().map(|low| (low, &weight.high)));
     products.extend(weight.low.as_ref().map(|low| (&x.high, low)));
-    for (i, (x, w)) in products.into_iter().enumerate() {
-        let (alpha, beta) = (1.0f32, if i == 0 { 0.0f32 } else { 1.0 });
-        // SAFETY: w is [n][k], x [rows][k] and out [rows][n], all alive; the factors are read before it returns.
-        unsafe {
-            cublas::gemm_ex(
-                handle,
-                cublasOperation_t::CUBLAS_OP_T,
-                cublasOperation_t::CUBLAS_OP_N,
-                n,
-                rows,
-                k,
-                (&raw const alpha).cast(),
-                w.pointer() as *const _,
-                kind,
-                k,
-                x.pointer() as *const _,
-                kind,
-                k,
-                (&raw const beta).cast(),
-                out.buffer().pointer() as *mut _,
-                cudaDataType_t::CUDA_R_32F,
-                n,
-                cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-            )
+    let step = if x.low.is_some() { BLAS_COLUMNS } else { weight.stride };
+    let mut beta = 0.0;
+    for (x, w) in products {
+        for first in (0..weight.stride).step_by(step) {
+            let (columns, at) = (step.min(weight.stride - first), 2 * first as u64);
+            let places = [x.pointer() + at, w.pointer() + at, out.buffer().pointer()];
+            // SAFETY: w is [n][k], x [rows][k] and out [rows][n], all freed in the order of the stream, and the columns
+            // from `first` on lie within k.
+            unsafe { blas.product([out.rows, out.cols, columns], weight.stride, kind, places, beta) }
+                .map_err(|e| failed(device, e))?;
+            beta = 1.0;
         }
-        .map_err(|e| failed(device, e))?;
+    }
+    if x.of_rows.is_some() {
+        return eight_bits::scale_outputs(out, x.of_rows.as_ref(), None, bias);
     }
     let Some(bias) = bias else { return Ok(()) };
     let launch = device.launch("add_row", [out.rows, out.cols.div_ceil(BLOCK), 1], BLOCK);
     launch.buffer(out.buffer()).buffer(bias).u64(out.rows * out.cols).u32(out.cols).go()
 }
 
-/// X' `moved`: to cuBLAS, its transpose.
-fn blas_cross(blas: &CudaBlas, x: &Tensor, moved: &Buffer, out: &Buffer) -> Done<()> {
+/// X' `moved`.
+fn blas_cross(blas: &Blas, x: &Tensor, moved: &Buffer, out: &Buffer) -> Done<()> {
     let device = out.device();
-    let handle = handle(blas, device)?;
-    let (rows, n) = (x.rows as c_int, x.cols as c_int);
-    let (alpha, beta) = (1.0f32, 0.0f32);
-    // SAFETY: x and moved are [rows][n] and out [n][n], all alive; the factors are read before it returns.
-    unsafe {
-        cublas::sgemm(
-            handle,
-            cublasOperation_t::CUBLAS_OP_N,
-            cublasOperation_t::CUBLAS_OP_T,
-            n,
-            n,
-            rows,
-            &alpha,
-            moved.pointer() as *const f32,
-            n,
-            x.buffer().pointer() as *const f32,
-            n,
-            &beta,
-            out.pointer() as *mut f32,
-            n,
-        )
-    }
-    .map_err(|e| failed(device, e))
+    device.bind()?;
+    // SAFETY: x and moved are [rows][n] and out [n][n]; all are freed in the order of the stream.
+    unsafe { blas.across(x.rows, x.cols, [x.buffer().pointer(), moved.pointer(), out.pointer()]) }
+        .map_err(|e| failed(device, e))
 }

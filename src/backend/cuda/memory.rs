@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
 use cudarc::driver::{CudaContext, CudaEvent};
 
 use super::device::Device;
-use super::graph::GraphMemory;
+use super::graph::{Later, SpacePart};
 
 /// The pool of a device that is current.
 fn pool(context: &CudaContext) -> Result<CUmemoryPool, DriverError> {
@@ -75,9 +75,17 @@ struct Memory {
 /// Where memory came from, and so where it goes.
 pub(super) enum Origin {
     Main,
+    /// As `Main`, of a decoding step whose memory is measured.
+    Measured {
+        _part: SpacePart,
+    },
     /// Filled by the stream of copies; the event passes when it is.
     Copies(OnceLock<Arc<CudaEvent>>),
-    Graph(Arc<GraphMemory>),
+    /// A part of the memory of recorded steps.
+    Graph {
+        _part: SpacePart,
+        workspace: Buffer,
+    },
 }
 
 impl Buffer {
@@ -104,8 +112,12 @@ impl Buffer {
         }
     }
 
-    pub(super) fn is_of_graph(&self) -> bool {
-        matches!(self.0.origin, Origin::Graph(_))
+    /// The memory of recorded steps that it is a part of.
+    pub(super) fn workspace(&self) -> Option<&Buffer> {
+        match &self.0.origin {
+            Origin::Graph { workspace, .. } => Some(workspace),
+            _ => None,
+        }
     }
 
     /// Whether nobody else holds it, so that it may be written in place.
@@ -122,20 +134,30 @@ impl std::fmt::Debug for Buffer {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let device = &self.device;
-        if let Origin::Graph(graph) = &self.origin {
-            graph.give_back(self.pointer, self.bytes);
-            return;
-        }
-        if let Some(recorder) = &mut *device.recorder() {
-            // Freeing may not become part of the graph.
-            recorder.free_later(self.pointer);
-            return;
-        }
+        let filled = match std::mem::replace(&mut self.origin, Origin::Main) {
+            // The part is free again by itself.
+            Origin::Graph { .. } => return,
+            Origin::Main | Origin::Measured { .. } => None,
+            Origin::Copies(filled) => Some(filled),
+        };
+        Later::Memory(Freed { pointer: self.pointer, filled }).drop_on(&self.device);
+    }
+}
+
+/// Memory of the pool without an owner.
+pub(super) struct Freed {
+    pointer: CUdeviceptr,
+    /// Where the stream of copies fills it, when that is done.
+    filled: Option<OnceLock<Arc<CudaEvent>>>,
+}
+
+impl Freed {
+    /// Gives it back to the pool, in the order of the main stream.
+    pub(super) fn free(self, device: &Device) {
         if device.bind().is_err() {
             return;
         }
-        if let Origin::Copies(filled) = &self.origin {
+        if let Some(filled) = &self.filled {
             // No copy into it may be under way.
             let waited = match filled.get() {
                 Some(filled) => device.stream.wait(filled),

@@ -2,6 +2,7 @@
 
 mod attention;
 pub mod batch;
+mod blas;
 pub mod cache;
 mod device;
 mod eight_bits;
@@ -18,6 +19,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use batch::OnDevice;
 pub use device::{Device, count, installed};
+use graph::{Capture, GraphSpace, Measuring};
 pub use memory::Buffer;
 use weights::{DeviceMatrix, Loader, Plane, Stored};
 
@@ -25,7 +27,10 @@ use super::cache::{CacheType, Layer, Memory, Pool, PoolShape, SavedBlocks, Table
 use super::solver::Solver;
 use super::tensor::Tensor;
 use super::weight::Weight;
-use super::{Activation, AttentionShape, Backend, Batch, Done, Drift, Gram, Matrix, Recording, RopeTable, Span, Sums};
+use super::{
+    Activation, AttentionShape, Backend, Batch, DecodingStep, Done, Drift, Gram, Matrix, RecordingStep, RopeTable,
+    Span, Sums, Workspace,
+};
 
 /// Logits held at once while scoring, so that large vocabularies do not decide the memory needed.
 const LOGITS_AT_ONCE: usize = 64 << 20;
@@ -102,6 +107,14 @@ impl Cuda {
         Ok(Self { loaders, options, weights: Arc::default(), room, batches: AtomicUsize::new(0) })
     }
 
+    /// What computes large dense products: cuBLAS in which version, or why it does not.
+    pub fn library(&self) -> String {
+        match &self.first().blas {
+            Ok(blas) => format!("cuBLAS {}", blas.version()),
+            Err(why) => format!("no cuBLAS: {why}"),
+        }
+    }
+
     /// The device that solves and decodes.
     pub(super) fn first(&self) -> &Arc<Device> {
         self.loaders[0].device()
@@ -173,8 +186,8 @@ impl Backend for Cuda {
         let mut kinds: Vec<&str> = self.loaders.iter().map(|l| l.device().model.as_str()).collect();
         kinds.sort_unstable();
         kinds.dedup();
-        let library = self.loaders.iter().any(|l| l.device().blas.is_some());
-        format!("{}{}", kinds.join(", "), if library { ", cuBLAS" } else { "" })
+        let library = self.loaders.iter().find_map(|l| l.device().blas.as_ref().ok());
+        format!("{}{}", kinds.join(", "), library.map_or(String::new(), |blas| format!(", cuBLAS {}", blas.version())))
     }
 
     fn devices(&self) -> usize {
@@ -475,17 +488,20 @@ impl Backend for Cuda {
         Ok(tokens.into_iter().map(|token| (token != u32::MAX).then_some(token)).collect())
     }
 
-    fn begin_recording(&self) -> Done<bool> {
+    fn records(&self) -> bool {
         // Weights that come and go cannot be part of a graph.
-        let held = self.weights.load(Ordering::Relaxed) <= self.room;
-        if self.options.graphs && held {
-            graph::begin(self.first())?;
-            return Ok(true);
-        }
-        Ok(false)
+        self.options.graphs && self.weights.load(Ordering::Relaxed) <= self.room
     }
 
-    fn end_recording(&self) -> Done<Recording> {
-        graph::end(self.first()).map(Recording)
+    fn begin_step(&self) -> Done<DecodingStep> {
+        Measuring::new(self.first(), self.records()).map(|step| DecodingStep(Some(step)))
+    }
+
+    fn workspace(&self, bytes: usize) -> Done<Workspace> {
+        GraphSpace::new(self.first(), bytes).map(Workspace)
+    }
+
+    fn begin_recording(&self, workspace: &Workspace) -> Done<RecordingStep> {
+        Capture::begin(self.first(), &workspace.0).map(RecordingStep)
     }
 }

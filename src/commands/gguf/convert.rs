@@ -11,7 +11,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::weight::Weight;
 use crate::cli::args::{ConvertArgs, ConvertTo, FloatArg};
 use crate::cli::interrupt;
-use crate::cli::print::Printer;
+use crate::cli::print::{Printer, report_as};
 use crate::format;
 use crate::format::atomic::OutputFolder;
 use crate::format::pretty;
@@ -23,6 +23,7 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     // One form for now.
     let ConvertTo::Safetensors = args.to;
     if !format::is_file(&args.file) {
+        format::refuse_foreign(&args.file)?;
         bail!("`{}` is no GGUF file; `convert` makes a folder of one", args.file.display());
     }
     let source = open(&args.file, Arc::new(Cpu), printer)?;
@@ -36,6 +37,7 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     let out = args.out.clone().unwrap_or_else(|| format!("{name}-{short}").into());
     interrupt::listen();
     let folder = OutputFolder::create(&out)?;
+    report_as(folder.path(), &out);
     let specs: Vec<TensorSpec> = checkpoint
         .tensors()
         .iter()
@@ -53,7 +55,7 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     for name in checkpoint.side_files()? {
         let mut text = checkpoint.side_text(&name)?.context("a file that was made")?;
         if name == "config.json" {
-            let mut config = checkpoint.config().clone();
+            let mut config = model.config.restated(checkpoint.config());
             config["torch_dtype"] = json!(match args.dtype {
                 FloatArg::F32 => "float32",
                 FloatArg::F16 => "float16",
@@ -66,8 +68,15 @@ pub fn run(args: &ConvertArgs, printer: Printer) -> Result<()> {
     folder.commit()?;
     let blocks =
         model.blocks.iter().flat_map(|b| b.all_linears()).any(|l| matches!(l.weight.weight(), Weight::Ggml(_)));
-    printer.object(&json!({"folder": out, "bytes": written.total_size, "was_quantized": blocks}))?;
+    let object = json!({"folder": out, "bytes": written.total_size, "was_quantized": blocks});
+    printer.object(&source.accounted(object))?;
     printer.text(format!("wrote {}: {} of {}", out.display(), bytes(written.total_size), dtype))?;
+    if let Some(first) = model.config.unstated_biases().first() {
+        printer.warn(format!(
+            "no key of a {} config.json asks for biases as that of `{first}`: engines that go by the config leave them out",
+            model.config.family.label
+        ));
+    }
     if blocks {
         printer.note("its weights were quantized: the folder holds what was left of them");
     }

@@ -19,6 +19,7 @@ pub use convert::run as convert;
 pub use forecast::forecast;
 
 use super::device::backend;
+use super::few_tokens::{self, Found};
 use super::open::{Runnable, corpus, locate, open};
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
@@ -47,6 +48,8 @@ use tensors::Tensor;
 
 /// Calibration windows of error feedback, unless told otherwise.
 const FEEDBACK_CHUNKS: usize = 128;
+/// What to do about too few of them.
+const MORE_TEXT: &str = "give a longer text (--calib) or more --chunks";
 /// Values encoded at once, so that memory is bounded whatever the model.
 const VALUES_AT_ONCE: usize = 8 << 20;
 
@@ -55,12 +58,10 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let located = locate(&args.model, printer)?;
     let device = backend(&args.model.device, CudaOptions::default(), printer)?;
     let source = open(&located.dir, device, printer)?;
-    if let Some(method) = source.method {
+    if let Some(how) = source.quantized() {
         let again = if rounds(args) { ", and is rounded again" } else { "" };
-        printer.warn(format!(
-            "`{}` is quantized already (by {method}): what it lost stays lost{again}",
-            located.dir.display()
-        ));
+        printer
+            .warn(format!("`{}` is quantized already ({how}): what it lost stays lost{again}", located.dir.display()));
     }
     let out = args.out.clone().unwrap_or_else(|| format!("{}-{}.gguf", located.name, args.kind.name()).into());
     free(&out, args, &located.dir)?;
@@ -79,6 +80,9 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let architecture = Architecture::of(model.config.family)?;
     let (mut own, rope_factors) = described(&located.dir, args, &source, printer)?;
     let all = tensors::of(model, architecture, rope_factors)?;
+    if let Some(refused) = architecture.refused_biases(all.iter().map(|tensor| &*tensor.name)) {
+        printer.warn(refused);
+    }
     let choices = choose(&all, &source, architecture, args, printer)?;
     let planned = planned(&all, &choices)?;
     let imatrix = importance(args, &source, &planned, printer)?;
@@ -105,6 +109,7 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     if args.error_feedback {
         let (text, windows) =
             calibration(&source, args.calib.as_deref(), Some(args.chunks.unwrap_or(FEEDBACK_CHUNKS)))?;
+        few_tokens::warn(model, windows.len() * windows[0].len(), Found::Hessians, MORE_TEXT, printer);
         printer.note(format!("error feedback: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
         calibrated::run(model, architecture, &windows, &mut output)?;
     }
@@ -115,7 +120,7 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     if args.overwrite {
         remove_earlier(&out, &files, &located.dir, printer)?;
     }
-    summary(args, &files, size, &planned, &choices, began, printer)
+    summary(args, &source, (&files, size), &planned, &choices, began, printer)
 }
 
 /// Tensors with the types they will have, in the order of the file.
@@ -259,6 +264,10 @@ fn importance(
 /// Importance on the calibration text.
 fn gathered(args: &GgufArgs, source: &Runnable, printer: Printer) -> Result<Imatrix> {
     let (text, windows) = calibration(source, args.calib.as_deref(), args.chunks)?;
+    // Error feedback takes no more windows of the same text, and warns itself.
+    if !args.error_feedback {
+        few_tokens::warn(&source.model, windows.len() * windows[0].len(), Found::Statistics, MORE_TEXT, printer);
+    }
     printer.note(format!("importance: {} windows of {} tokens of {text}", windows.len(), windows[0].len()));
     importance::gather(&source.model, &windows, &text, &mut printer.steps("importance", windows.len() as u64))
 }
@@ -269,7 +278,7 @@ fn calibration(source: &Runnable, file: Option<&Path>, chunks: Option<usize>) ->
     let text = corpus(file, Corpus::builtin, model.checkpoint())?;
     let length = 512.min(model.config.max_positions);
     let rule = BosMode::Auto.settle(tokenizer, model.config.family.needs_bos, BosHabit::Window)?;
-    let tokens = text.tokens(tokenizer)?;
+    let tokens = source.document_tokens(&text, chunks.map_or(usize::MAX, |chunks| chunks.saturating_mul(length)))?;
     let mut windows: Vec<Vec<u32>> =
         tokens.chunks_exact(length).take(chunks.unwrap_or(usize::MAX)).map(<[u32]>::to_vec).collect();
     if let BosRule::Window(bos) | BosRule::Once(bos) = rule {
@@ -303,7 +312,7 @@ fn described(
     let tables = model.tables().iter().map(|(_, rows)| (rows * model.config.hidden) as u64).sum::<u64>();
     let options = metadata::Options {
         file_type: args.kind.number(),
-        parameters: source.method.map(|_| linears + tables),
+        parameters: source.format.map(|_| linears + tables),
         pre_tokenizer: args.pre.as_deref(),
     };
     let described = describe(model.checkpoint(), &model.config, &options)?;
@@ -337,8 +346,8 @@ fn choose(
 
 fn summary(
     args: &GgufArgs,
-    files: &[PathBuf],
-    size: u64,
+    source: &Runnable,
+    (files, size): (&[PathBuf], u64),
     planned: &[(&Tensor, GgmlType)],
     choices: &[Choice],
     began: Instant,
@@ -364,7 +373,7 @@ fn summary(
         }
     }
     let names: Vec<String> = files.iter().map(|f| f.display().to_string()).collect();
-    printer.object(&json!({
+    printer.object(&source.accounted(json!({
         "files": names,
         "type": args.kind.name(),
         "bytes": size,
@@ -372,7 +381,7 @@ fn summary(
         "share_changed_by_shape": share,
         "tensors": kinds.iter().map(|(name, count)| (name.to_string(), json!(count))).collect::<serde_json::Map<_, _>>(),
         "seconds": began.elapsed().as_secs_f64(),
-    }))?;
+    })))?;
     let listed = kinds.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ");
     printer.text(format!(
         "wrote {}: {}, {:.2} bits per weight; tensors: {listed}",
@@ -386,6 +395,9 @@ fn summary(
             share * 100.0,
             args.kind.name()
         ))?;
+    }
+    if let Some(unread) = &source.unread {
+        printer.text(format!("left out: {unread}"))?;
     }
     Ok(())
 }
@@ -402,6 +414,7 @@ pub fn imatrix(args: &ImatrixArgs, printer: Printer) -> Result<()> {
         bail!("`{}` exists already; name another file with --out", out.display());
     }
     let (text, windows) = calibration(&source, args.calib.as_deref(), args.chunks)?;
+    few_tokens::warn(&source.model, windows.len() * windows[0].len(), Found::Statistics, MORE_TEXT, printer);
     interrupt::listen();
     let mut steps = printer.steps("importance", windows.len() as u64);
     let imatrix = importance::gather(&source.model, &windows, &text, &mut steps)?;
@@ -410,7 +423,8 @@ pub fn imatrix(args: &ImatrixArgs, printer: Printer) -> Result<()> {
         ImatrixForm::Gguf => imatrix.write_gguf(&out)?,
         ImatrixForm::Dat => imatrix.write_dat(&out)?,
     }
-    printer.object(&json!({"file": out, "weights": imatrix.entries.len(), "windows": windows.len(), "text": text}))?;
+    let object = json!({"file": out, "weights": imatrix.entries.len(), "windows": windows.len(), "text": text});
+    printer.object(&source.accounted(object))?;
     printer.text(format!(
         "wrote {}: importance of {} weights from {} windows of {} tokens",
         out.display(),

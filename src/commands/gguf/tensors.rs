@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::backend::weight::{Dense, Weight};
 use crate::format::gguf::names::{Architecture, Change, ROPE_FACTORS, interleaved_row, plus_one};
 use crate::model::Model;
+use crate::model::presence::is_packed;
 use crate::num::ggml::GgmlType;
 use crate::tensor::Dtype;
 
@@ -51,7 +52,7 @@ pub fn of(model: &Model, architecture: &Architecture, rope_factors: Option<Vec<f
     // What is left are vectors; parts of a quantized linear have other names.
     for (name, entry) in model.checkpoint().tensors() {
         let [len] = entry.shape[..] else { continue };
-        if !entry.dtype.is_float() || !model.reads(name) || name.ends_with(".scales") {
+        if !entry.dtype.is_float() || !model.config.reads(name) || is_packed(name) {
             continue;
         }
         let Some(name_there) = place(name)? else { continue };

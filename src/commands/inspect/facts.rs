@@ -1,5 +1,6 @@
 //! What there is to say of a model, as `--json` prints it.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,11 +10,13 @@ use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use crate::checkpoint::Checkpoint;
-use crate::format;
 use crate::format::layout::KvScales;
 use crate::format::manifest::Manifest;
+use crate::format::{self, Quantization};
 use crate::model::chat::ChatTemplate;
 use crate::model::config::ModelConfig;
+use crate::model::presence::Unread;
+use crate::scheme::Scheme;
 use crate::tensor::widened;
 
 /// What `--json` prints: these keys, always all of them, `null` for what is not known or does not apply.
@@ -27,14 +30,21 @@ pub struct Facts {
     pub files: Vec<FileFacts>,
     /// Bytes of these files.
     pub bytes: u64,
-    /// The quantization method: `quant_method` of a folder's config, `gguf` for blocks; null for plain floats.
+    /// The quantization method as the artifact records it: in `quantkit.json`, else as `layout`, since other tools record no
+    /// more; null for plain floats.
     pub method: Option<String>,
+    /// The form that weights are stored in: `quant_method` of a folder's config, `gguf` for blocks; null for plain floats.
+    pub layout: Option<String>,
     /// A variety of the method: the file type of a GGUF file, such as `Q4_K_M`; the checkpoint format of a folder.
     pub variant: Option<String>,
     /// Bits, group size (-1: one group a channel) and symmetry of most weights, as the quantization config says.
     pub bits: Option<u64>,
     pub group_size: Option<i64>,
     pub symmetric: Option<bool>,
+    /// How linears are quantized, those of most weights first, where the folder can be read.
+    pub schemes: Option<Vec<SchemeFacts>>,
+    /// How the engine rounds the inputs of quantized linears, each way once; null where all stay floats.
+    pub inputs: Option<Vec<String>>,
     /// Weights and biases, counted before quantization.
     pub parameters: Option<u64>,
     pub quantized_parameters: Option<u64>,
@@ -61,10 +71,12 @@ pub struct Facts {
     pub manifest: Option<ManifestFacts>,
     /// Engines whose rules are known for this method.
     pub consumers: Option<Vec<ConsumerFacts>>,
-    /// The manifest's hashes held against the files, where that was asked for.
+    /// The check of the files, where that was asked for.
     pub verification: Option<Verification>,
     /// What cannot be read or is not as the config says.
     pub damage: Vec<String>,
+    /// Tensors that the language model does not read; null where all are read.
+    pub unread_tensors: Option<Unread>,
     /// What is odd, yet readable.
     pub warnings: Vec<String>,
 }
@@ -124,10 +136,33 @@ pub struct CacheFacts {
 
 #[derive(Debug, Serialize)]
 pub struct Verification {
-    /// Files that the manifest names.
+    pub against: Against,
+    /// Files that the manifest names, or the weight files.
     pub files: usize,
-    /// Those that differ, and how.
+    /// What differs, and how.
     pub mismatches: Vec<String>,
+}
+
+/// What files were compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Against {
+    /// The hashes in `quantkit.json`.
+    Manifest,
+    /// Headers, shapes and finite numbers: there are no hashes.
+    Structure,
+}
+
+/// Linears that are quantized alike.
+#[derive(Debug, Serialize)]
+pub struct SchemeFacts {
+    pub bits: u64,
+    /// -1: one group a channel.
+    pub group_size: i64,
+    pub symmetric: bool,
+    pub modules: usize,
+    /// Of the modules whose shapes the config tells.
+    pub weights: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -149,15 +184,15 @@ impl Facts {
 
     /// What a quantization config says of most weights, whichever method it belongs to.
     pub fn quantization(&mut self, value: &Json) {
-        // compressed-tensors has groups of modules, each with its own settings.
+        // compressed-tensors has groups of modules, each with its own settings; ModelOpt's file has one more level.
         let first = value.get("config_groups").and_then(Json::as_object).and_then(|groups| groups.values().next());
-        let places = [Some(value), first.and_then(|group| group.get("weights"))];
+        let places = [Some(value), value.get("quantization"), first.and_then(|group| group.get("weights"))];
         let find = |keys: &[&str]| {
             let at = |place: &&Json| keys.iter().find_map(|key| place.get(key).filter(|v| !v.is_null()).cloned());
             places.iter().flatten().find_map(at)
         };
         self.bits = find(&["bits", "w_bit", "num_bits"]).and_then(|v| v.as_u64());
-        if self.bits.is_none() && self.method.as_deref() == Some("fp8") {
+        if self.bits.is_none() && self.layout.as_deref() == Some("fp8") {
             self.bits = Some(8);
         }
         self.group_size = find(&["group_size", "q_group_size"]).and_then(|v| v.as_i64());
@@ -165,14 +200,44 @@ impl Facts {
             Some(flag) => flag.as_bool(),
             None => find(&["zero_point"]).and_then(|v| v.as_bool()).map(|zero| !zero),
         };
-        let variant = find(&["checkpoint_format", "format", "version"]);
+        let variant = find(&["packing_format", "checkpoint_format", "format", "version", "quant_algo", "mode"]);
         self.variant = variant.and_then(|v| v.as_str().map(Into::into));
+    }
+
+    /// How linears are quantized; where they differ, the scheme of most weights is that of the whole.
+    pub fn schemes(&mut self, stored: &Quantization, config: Option<&ModelConfig>) {
+        let sizes: BTreeMap<String, u64> =
+            config.into_iter().flat_map(ModelConfig::linears).map(|(name, n, k)| (name, (n * k) as u64)).collect();
+        let mut all: Vec<(Scheme, SchemeFacts)> = Vec::new();
+        for (module, scheme) in &stored.schemes {
+            let weights = sizes.get(module).copied().unwrap_or(0);
+            match all.iter_mut().find(|(other, _)| other == scheme) {
+                Some((_, facts)) => (facts.modules, facts.weights) = (facts.modules + 1, facts.weights + weights),
+                None => {
+                    let (bits, group_size) = (scheme.bits.into(), scheme.group_size.raw().into());
+                    let facts = SchemeFacts { bits, group_size, symmetric: scheme.sym, modules: 1, weights };
+                    all.push((*scheme, facts));
+                }
+            }
+        }
+        // Stable: of schemes of as many weights, the first in the order of names.
+        all.sort_by_key(|(_, facts)| Reverse((facts.weights, facts.modules)));
+        if let Some((_, most)) = all.first()
+            && (all.len() > 1 || self.bits != Some(most.bits))
+        {
+            (self.bits, self.group_size) = (Some(most.bits), Some(most.group_size));
+            self.symmetric = Some(most.symmetric);
+        }
+        self.schemes = Some(all.into_iter().map(|(_, facts)| facts).collect());
     }
 
     /// What `quantkit.json` says, or why it cannot be read.
     pub fn manifest(&mut self, dir: &Path) -> Option<String> {
         match Manifest::read(dir) {
             Ok(manifest) => {
+                if self.layout.is_some() {
+                    self.method = manifest.method().map(Into::into).or(self.method.take());
+                }
                 self.manifest = Some(ManifestFacts {
                     tool: manifest.tool,
                     options: manifest.options,
@@ -203,13 +268,15 @@ impl Facts {
             let places = ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"];
             self.chat_template_places = places.into_iter().filter(has).map(Into::into).collect();
         }
-        let tensors = checkpoint.tensors();
-        let shape_of = |start: &str| {
-            let (name, entry) = tensors.range(start.to_string()..).next()?;
-            name.starts_with(start).then_some(&entry.shape[..])
-        };
-        match ModelConfig::parse(json, shape_of) {
-            Ok(config) => {
+        match ModelConfig::stated_by(checkpoint) {
+            Ok(mut config) => {
+                // What a whole folder lacks is damage; of one that is cut off, that was found before.
+                if let Err(error) = config.settle(checkpoint)
+                    && self.damage.is_empty()
+                {
+                    self.damage.push(error.to_string());
+                }
+                self.warnings.append(&mut config.warnings);
                 self.runs = true;
                 self.architecture = Architecture {
                     name: self.architecture.name.take(),
@@ -300,13 +367,17 @@ impl Facts {
         }
     }
 
-    /// Of a damaged model counts would mislead, and nothing runs it.
-    pub fn without_the_damaged(&mut self) {
-        if !self.damage.is_empty() {
-            (self.runs, self.consumers) = (false, None);
-            (self.parameters, self.quantized_parameters) = (None, None);
-            (self.bits_per_weight, self.bits_per_quantized_weight) = (None, None);
-        }
+    /// Tensors that are not read, where nothing is damaged.
+    pub fn unread(&mut self, checkpoint: &Checkpoint, config: &ModelConfig, plain: bool) {
+        self.unread_tensors = config.unread(checkpoint, plain).filter(|_| self.damage.is_empty());
+        self.warnings.extend(self.unread_tensors.as_ref().map(ToString::to_string));
+    }
+
+    /// Of a model that is damaged or not read counts would mislead, and nothing runs it.
+    pub fn not_run(&mut self) {
+        (self.runs, self.consumers) = (false, None);
+        (self.parameters, self.quantized_parameters) = (None, None);
+        (self.bits_per_weight, self.bits_per_quantized_weight) = (None, None);
     }
 
     /// Takes up numbers of parameters with their bytes.

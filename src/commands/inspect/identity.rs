@@ -16,8 +16,8 @@ pub fn identity(path: &Path, name: &str) -> Result<(Identity, Vec<Consumer>)> {
     let mut files = hash_files(dir, &names)?;
     files.sort_by(|a, b| a.file.cmp(&b.file));
     let manifest = dir.join(FILE).exists().then(|| Manifest::read(dir)).transpose()?;
+    let chosen_by = manifest.as_ref().and_then(|manifest| manifest.method()).map(Into::into);
     let options = manifest.map(|manifest| manifest.options);
-    let chosen_by = options.as_ref().and_then(|options| options["method"].as_str()).map(Into::into);
     let consumers = facts.consumers.iter().flatten().map(|consumer| Consumer {
         name: consumer.name.into(),
         title: consumer.title.into(),
@@ -27,9 +27,10 @@ pub fn identity(path: &Path, name: &str) -> Result<(Identity, Vec<Consumer>)> {
     let consumers = consumers.collect();
     let identity = Identity {
         name: name.into(),
-        format: facts.method.clone().unwrap_or_else(|| facts.format.into()),
+        format: facts.layout.clone().unwrap_or_else(|| facts.format.into()),
         method: chosen_by,
         scheme: scheme(&facts),
+        inputs: facts.inputs.clone().unwrap_or_default(),
         bits: facts.bits.map(|bits| bits as f64),
         family: facts.architecture.family.map(Into::into),
         sha256: Identity::digest(&files),
@@ -41,7 +42,7 @@ pub fn identity(path: &Path, name: &str) -> Result<(Identity, Vec<Consumer>)> {
 
 /// The scheme in words.
 fn scheme(facts: &Facts) -> Option<String> {
-    if facts.method.as_deref() == Some("gguf") {
+    if facts.layout.as_deref() == Some("gguf") {
         return facts.variant.clone();
     }
     let mut parts = Vec::new();

@@ -1,8 +1,12 @@
 //! The facts for people.
 
-use super::facts::{Architecture, Facts};
+use super::facts::{Against, Architecture, Facts, SchemeFacts};
 use crate::format::layout::KvScales;
 use crate::num::size::bytes;
+
+fn symmetry(symmetric: bool) -> &'static str {
+    if symmetric { "symmetric" } else { "asymmetric" }
+}
 
 /// The facts for people.
 pub fn lines(facts: &Facts) -> Vec<String> {
@@ -16,6 +20,10 @@ pub fn lines(facts: &Facts) -> Vec<String> {
     line(
         "method",
         match (&facts.method, &facts.variant) {
+            (Some(method), variant) if facts.layout.as_ref().is_some_and(|layout| layout != method) => {
+                let variant = variant.as_ref().map_or(String::new(), |variant| format!(" ({variant})"));
+                format!("{method}, stored as {}{variant}", facts.layout.as_deref().unwrap_or_default())
+            }
             (Some(method), Some(variant)) => format!("{method} ({variant})"),
             (Some(one), None) => one.clone(),
             (None, Some(variant)) => format!("none, plain floats ({variant})"),
@@ -25,9 +33,27 @@ pub fn lines(facts: &Facts) -> Vec<String> {
     let mut scheme = Vec::new();
     scheme.extend(facts.bits.map(|bits| format!("{bits} bits")));
     scheme.extend(facts.group_size.map(|size| format!("group size {size}")));
-    scheme.extend(facts.symmetric.map(|sym| if sym { "symmetric" } else { "asymmetric" }.to_string()));
+    scheme.extend(facts.symmetric.map(|sym| symmetry(sym).to_string()));
+    let mixed = facts.schemes.as_deref().filter(|all| all.len() > 1).unwrap_or_default();
+    let sum: u64 = mixed.iter().map(|scheme| scheme.weights).sum();
+    let share = |scheme: &SchemeFacts| match sum {
+        0 => format!("{} modules", scheme.modules),
+        _ => format!(
+            "{:.1} % of their weights in {} modules",
+            100.0 * scheme.weights as f64 / sum as f64,
+            scheme.modules
+        ),
+    };
+    scheme.extend(mixed.first().map(share));
     if !scheme.is_empty() {
         line("scheme", scheme.join(", "));
+    }
+    for other in mixed.iter().skip(1) {
+        let SchemeFacts { bits, group_size, symmetric, .. } = other;
+        line("  others", format!("{bits} bits, group size {group_size}, {}, {}", symmetry(*symmetric), share(other)));
+    }
+    for reading in facts.inputs.iter().flatten() {
+        line("inputs", reading.clone());
     }
     if let (Some(count), Some(bits)) = (facts.parameters, facts.bits_per_weight) {
         line("parameters", format!("{:.1} M, {bits:.2} bits each", count as f64 / 1e6));
@@ -76,9 +102,14 @@ pub fn lines(facts: &Facts) -> Vec<String> {
         line("made by", format!("{}; {calibration}", manifest.tool));
     }
     if let Some(found) = &facts.verification {
-        let text = match &found.mismatches[..] {
-            [] => format!("all {} files are as the manifest says", found.files),
-            all => all.join("; "),
+        let text = match (&found.mismatches[..], found.against) {
+            (all @ [_, ..], _) => all.join("; "),
+            ([], Against::Manifest) => format!("all {} files are as the manifest says", found.files),
+            ([], Against::Structure) if facts.damage.is_empty() => format!(
+                "no hashes to compare with; the structure of {} files is sound: headers, sizes, shapes, finite numbers",
+                found.files
+            ),
+            ([], Against::Structure) => "no hashes to compare with; the structure is damaged".into(),
         };
         line("verification", text);
     }

@@ -3,6 +3,7 @@
 mod facts;
 mod identity;
 mod lines;
+mod verify;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,14 +18,15 @@ use crate::cli::exit::CheckFailed;
 use crate::cli::print::Printer;
 use crate::format::consumers::{CONSUMERS, Plan, check};
 use crate::format::gguf::file_type::FileType;
-use crate::format::gguf::names::ROPE_FACTORS;
+use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
 use crate::format::gguf::read::GgufFile;
+use crate::format::gguf::source::GgufSource;
 use crate::format::gguf::value::{Metadata, Value};
-use crate::format::manifest::{self, verify_manifest};
-use crate::format::{self, FormatError, config};
+use crate::format::{self, config, manifest};
+use crate::model::presence::Unread;
 use crate::num::ggml::GgmlType;
 use crate::tensor::Dtype;
-use facts::{ConsumerFacts, Facts, ManifestFacts, TensorFacts, Verification};
+use facts::{ConsumerFacts, Facts, TensorFacts};
 use lines::lines;
 
 /// Characters of a metadata text that are shown.
@@ -36,8 +38,10 @@ const TEMPLATE_KEY: &str = "tokenizer.chat_template";
 /// What is at `path`.
 fn look(path: &Path) -> Result<Facts> {
     if format::is_file(path) {
-        file(path)
-    } else if path.is_dir() {
+        return file(path);
+    }
+    format::refuse_foreign(path)?;
+    if path.is_dir() {
         folder(path)
     } else if path.exists() {
         bail!("`{}` is neither a model folder nor a .gguf file", path.display())
@@ -50,7 +54,7 @@ pub fn run(args: &InspectArgs, printer: Printer) -> Result<()> {
     let path = &args.path;
     let mut facts = look(path)?;
     if args.verify {
-        facts.verification = verified(path, facts.manifest.as_ref())?;
+        facts.verification = verify::verified(path, &facts)?;
     }
     printer.object(&facts)?;
     for line in lines(&facts) {
@@ -63,18 +67,6 @@ pub fn run(args: &InspectArgs, printer: Printer) -> Result<()> {
         true => Ok(()),
         false => Err(CheckFailed(format!("`{}` is damaged: {}", path.display(), wrong.join("; "))).into()),
     }
-}
-
-/// Hashes the files again; `None` where a manifest that is damaged itself says nothing of them.
-fn verified(path: &Path, manifest: Option<&ManifestFacts>) -> Result<Option<Verification>> {
-    let there = |dir: &Path| dir.join(manifest::FILE).exists();
-    let dir = Checkpoint::salvage(path).map(|(checkpoint, _)| checkpoint.dir().to_path_buf());
-    let Some(dir) = dir.ok().filter(|dir| there(dir)) else {
-        bail!("--verify: `{}` has no `{}` with the hashes of its files", path.display(), manifest::FILE)
-    };
-    let Some(manifest) = manifest else { return Ok(None) };
-    let mismatches = verify_manifest(&dir)?.iter().map(ToString::to_string).collect();
-    Ok(Some(Verification { files: manifest.output_files, mismatches }))
 }
 
 fn folder(path: &Path) -> Result<Facts> {
@@ -98,7 +90,7 @@ fn folder(path: &Path) -> Result<Facts> {
     facts.tokenizer =
         ["tokenizer.json", "tokenizer.model"].into_iter().find(|name| side.iter().any(|s| s == name)).map(Into::into);
     if let Some(found) = &found {
-        facts.method = Some(found.method.clone());
+        (facts.method, facts.layout) = (Some(found.method.clone()), Some(found.method.clone()));
         facts.quantization(&found.value);
         facts.quantization_config = Some(found.value.clone());
     }
@@ -112,22 +104,31 @@ fn folder(path: &Path) -> Result<Facts> {
     match format::open(checkpoint) {
         Ok(opened) => {
             facts.warnings.extend(opened.warnings);
+            let stored = opened.quantization.as_ref();
+            if let Some(stored) = stored {
+                facts.schemes(stored, config.as_ref());
+            }
             if let Some(config) = &config {
-                let stored = opened.quantization.as_ref();
+                facts.inputs = stored.map(|stored| stored.inputs.clone()).filter(|inputs| !inputs.is_empty());
                 let quantized = |module: &str| stored.is_some_and(|q| q.schemes.contains_key(module));
                 facts.missing(opened.source.checkpoint(), config, &quantized);
-                facts.consumers = stored.map(|stored| consumers(&stored.plan(config)));
+                facts.unread(opened.source.checkpoint(), config, opened.method.is_none());
+                // Their rules are about folders that say `gptq`, `awq` and so on.
+                let known = stored.filter(|_| !matches!(opened.method, Some("auto-round" | "modelopt")));
+                facts.consumers = known.map(|stored| consumers(&stored.plan(config)));
             }
         }
-        Err(unread @ FormatError::Method { .. }) => {
-            facts.runs = false;
+        Err(unread) if unread.is_unread() => {
+            facts.not_run();
             facts.warnings.push(unread.to_string());
         }
         // That of a config was found before.
         Err(error) if !facts.damage.contains(&error.to_string()) => facts.damage.push(error.to_string()),
         Err(_) => {}
     }
-    facts.without_the_damaged();
+    if !facts.damage.is_empty() {
+        facts.not_run();
+    }
     // The model is none the worse for a manifest that cannot be read.
     facts.damage.extend(broken);
     Ok(facts)
@@ -135,7 +136,7 @@ fn folder(path: &Path) -> Result<Facts> {
 
 fn file(path: &Path) -> Result<Facts> {
     let mut facts = Facts { path: path.into(), format: "gguf", ..Facts::default() };
-    let file = match GgufFile::open(path) {
+    let (file, damage) = match GgufFile::salvage(path) {
         Err(error) if error.is_damage(path) => {
             facts.file(path, &path.file_name().unwrap_or_default().to_string_lossy())?;
             facts.damage.push(error.to_string());
@@ -143,19 +144,21 @@ fn file(path: &Path) -> Result<Facts> {
         }
         opened => opened?,
     };
+    facts.damage = damage.iter().map(ToString::to_string).collect();
     let metadata = file.metadata();
     for part in file.parts() {
         facts.file(part, &part.file_name().unwrap_or_default().to_string_lossy())?;
     }
-    facts.tensors = by_type(file.tensors().iter().map(|t| (t.kind.name(), t.bytes.len() as u64)));
+    facts.tensors = by_type(file.tensors().iter().map(|t| (t.kind.name(), t.stored_bytes())));
     let weights = || file.tensors().iter().filter(|t| t.name != ROPE_FACTORS);
     let plain = |kind: GgmlType| matches!(kind, GgmlType::F32 | GgmlType::F16 | GgmlType::BF16);
     let sum = |blocks: bool| {
         let chosen = weights().filter(|t| !blocks || !plain(t.kind));
-        chosen.fold((0, 0), |(count, size), t| (count + t.len() as u64, size + t.bytes.len() as u64))
+        chosen.fold((0, 0), |(count, size), t| (count + t.len() as u64, size + t.stored_bytes()))
     };
     facts.counted(sum(false), sum(true));
-    facts.method = (sum(true).0 > 0).then(|| "gguf".into());
+    facts.layout = (sum(true).0 > 0).then(|| "gguf".into());
+    facts.method.clone_from(&facts.layout);
     let number = metadata.read::<u32>("general.file_type").unwrap_or_else(|error| {
         facts.warnings.push(error.to_string());
         None
@@ -165,12 +168,19 @@ fn file(path: &Path) -> Result<Facts> {
     facts.chat_template = metadata.get(TEMPLATE_KEY).is_some();
     facts.chat_template_places = facts.chat_template.then(|| TEMPLATE_KEY.to_string()).into_iter().collect();
     facts.metadata = Some(summary(metadata));
+    if !facts.damage.is_empty() {
+        // Of what its headers say of the model, nothing runs.
+        match GgufSource::outline(path, &file) {
+            Ok(outline) => drop(facts.architecture(&outline)),
+            Err(error) => facts.warnings.push(format!("it is no model that quantkit runs: {error}")),
+        }
+        facts.architecture.name = text(metadata, "general.architecture");
+        facts.not_run();
+        return Ok(facts);
+    }
     match format::open_file(path) {
         Ok(opened) => {
             facts.warnings.extend(opened.warnings);
-            // What is read here is what llama.cpp's loader takes.
-            let llama = ConsumerFacts { name: "llama.cpp", title: "llama.cpp", loads: true, refusals: vec![] };
-            facts.consumers = Some(vec![llama]);
             let checkpoint = opened.source.checkpoint();
             if let Some(config) = facts.architecture(checkpoint) {
                 let blocks = |module: &str| {
@@ -178,14 +188,28 @@ fn file(path: &Path) -> Result<Facts> {
                     entry.is_some_and(|entry| entry.dtype == Dtype::Blocks)
                 };
                 facts.missing(checkpoint, &config, &blocks);
+                facts.unread(checkpoint, &config, opened.method.is_none());
             }
+            facts.consumers = Some(vec![llama_cpp(&file, facts.unread_tensors.as_ref())]);
         }
         Err(error) => facts.warnings.push(format!("it is no model that quantkit runs: {error}")),
     }
     // The file's own word, not that of the config made of it.
     facts.architecture.name = text(metadata, "general.architecture");
-    facts.without_the_damaged();
+    if !facts.damage.is_empty() {
+        facts.not_run();
+    }
     Ok(facts)
+}
+
+/// What llama.cpp's loader takes: what is read here, but no tensor beside that.
+fn llama_cpp(file: &GgufFile, unread: Option<&Unread>) -> ConsumerFacts {
+    let architecture = text(file.metadata(), "general.architecture").and_then(|name| Architecture::parse(&name).ok());
+    let names = || file.tensors().iter().map(|tensor| &*tensor.name);
+    let biases = architecture.and_then(|architecture| architecture.refused_biases(names()));
+    let surplus = unread.map(|unread| format!("a file with more tensors than the model has is refused: {unread}"));
+    let refusals: Vec<String> = biases.into_iter().chain(surplus).collect();
+    ConsumerFacts { name: "llama.cpp", title: "llama.cpp", loads: refusals.is_empty(), refusals }
 }
 
 /// A text of the metadata, if it is there and one.

@@ -21,10 +21,10 @@ use crate::format::{pretty, replace};
 use crate::model::Model;
 use crate::recipe::Recipe;
 
-/// The tensors of the artifact: quantized linears replace `weight` by theirs, everything else stays. Scales for a
-/// cache come on top.
+/// The tensors of the artifact: quantized linears replace `weight` by theirs, everything else stays but a head that
+/// repeats the embedding. Scales for a cache come on top.
 pub fn specs(model: &Model, modules: &Modules, layout: &dyn Layout, kv_cache: Option<KvScales>) -> Vec<TensorSpec> {
-    let source = model.checkpoint().tensors().iter();
+    let source = model.checkpoint().tensors().iter().filter(|(name, _)| !model.config.is_repeated(name));
     let source = source.map(|(name, entry)| TensorSpec::new(name.clone(), entry.dtype, entry.shape.clone()));
     let mut specs = laid_out(source, &modules.modules, layout);
     for (block, kind) in model.blocks.iter().flat_map(|block| kv_cache.map(|kind| (block, kind))) {
@@ -68,7 +68,8 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
         },
     )?;
     let mut outputs = sharded.files;
-    outputs.push(folder.write("config.json", &pretty(&config_json(source.config(), quantization)))?);
+    let config = config_json(&model.config.restated(source.config()), quantization);
+    outputs.push(folder.write("config.json", &pretty(&config))?);
     if let Some(file) = layout.side_file() {
         outputs.push(folder.write(file, &pretty(quantization))?);
     }
@@ -87,7 +88,8 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
         tokens_sha256: c.tokens_sha256.clone(),
     });
     let of_source = |fits: &dyn Fn(&String) -> bool| -> Vec<&String> {
-        source.tensors().keys().filter(|name| !is_quantized(name, modules) && fits(name)).collect()
+        let kept = |name: &&String| !is_quantized(name, modules) && !model.config.is_repeated(name);
+        source.tensors().keys().filter(|name| kept(name) && fits(name)).collect()
     };
     let manifest = Manifest {
         tool: concat!("quantkit ", env!("CARGO_PKG_VERSION")).into(),

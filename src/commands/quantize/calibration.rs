@@ -29,12 +29,12 @@ pub fn calibrated(args: &CalibrationArgs, bos: BosMode, original: &Runnable) -> 
             (Sampling::Random { seed }, format!("random, seed {seed}"))
         }
     };
-    let tokens = match sampling {
-        Sampling::InOrder => {
-            corpus.first_tokens(tokenizer, args.nsamples.unwrap_or(128).saturating_mul(seqlen).saturating_add(1))?
-        }
-        Sampling::Random { .. } => corpus.tokens(tokenizer)?,
+    let enough = match sampling {
+        Sampling::InOrder => args.nsamples.unwrap_or(128).saturating_mul(seqlen).saturating_add(1),
+        // Places are drawn from the whole text.
+        Sampling::Random { .. } => usize::MAX,
     };
+    let tokens = original.document_tokens(&corpus, enough)?;
     let windows = match (windows(&tokens, args.nsamples.unwrap_or(128), seqlen, sampling, bos), args.nsamples) {
         // Nobody asked for 128: take what there is.
         (Err(CorpusError::TooShort { fits, .. }), None) if fits > 0 => windows(&tokens, fits, seqlen, sampling, bos)?,

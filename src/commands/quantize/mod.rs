@@ -6,6 +6,7 @@ mod control;
 mod forecast;
 mod form;
 mod job;
+mod loadable;
 mod memory;
 mod modules;
 mod run;
@@ -195,7 +196,8 @@ pub fn control_of(
     };
     let plain = control::plain(&recipe.method);
     let layout = form.layout(&plain, version);
-    let modules = modules::settle(&reference.model, base, &args, &*layout)?;
+    let mut modules = modules::settle(&reference.model, base, &args, &*layout)?;
+    loadable::leave_recorded(&mut modules, &recipe.left_out);
     control::control(reference, &plain, &modules, &*layout, how, printer).map(Some)
 }
 

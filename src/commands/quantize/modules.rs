@@ -21,6 +21,8 @@ pub struct Modules {
     pub notes: Vec<String>,
     heads: usize,
     kv_heads: usize,
+    /// Linears whose biases the artifact's config cannot ask for.
+    unstated: Vec<String>,
     /// The types of the linears' weights in the checkpoint.
     dtypes: BTreeMap<String, Dtype>,
 }
@@ -44,7 +46,8 @@ impl Modules {
     /// The artifact to come, as consumers look at it.
     pub fn plan(&self, scheme: Scheme, kind: Kind, kv_cache: Option<KvScales>) -> Plan {
         let Self { heads, kv_heads, .. } = *self;
-        Plan { scheme, kind, heads, kv_heads, kv_cache, modules: self.modules.clone() }
+        let (modules, unasked) = (self.modules.clone(), self.unstated.clone());
+        Plan { scheme, kind, heads, kv_heads, kv_cache, modules, unasked }
     }
 
     /// The version that readers of these modules and of their common `base` take the same way.
@@ -123,6 +126,7 @@ pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs, layout: &dyn Layou
         notes,
         heads: model.config.heads,
         kv_heads: model.config.kv_heads,
+        unstated: model.config.unstated_biases(),
         dtypes: linears.map(|linear| (linear.path.clone(), dtype(linear))).collect(),
     })
 }

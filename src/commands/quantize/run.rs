@@ -11,16 +11,20 @@ use clap::ValueEnum;
 use serde_json::json;
 
 use super::super::device::backend;
-use super::super::open::{Located, Measurement, Runnable, check_measurement, corpus, locate, open, perplexity};
+use super::super::few_tokens::{self, Found};
+use super::super::open::{
+    Located, Measurement, Runnable, check_measurement, corpus, locate, open, open_made, perplexity,
+};
 use super::artifact;
 use super::calibration::{Calibrated, calibrated};
 use super::control::{control, plain};
 use super::form::Form;
 use super::job::Job;
+use super::loadable::LeftOut;
 use super::memory;
 use super::modules::{self, Modules};
 use super::summary::{BlockScaling, Summary};
-use super::work::{Found, ModuleReport, Resume, Work, blocks};
+use super::work::{self, ModuleReport, Resume, Work, blocks};
 use crate::backend::Backend;
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
@@ -29,11 +33,12 @@ use crate::checkpoint::Entry;
 use crate::cli::args::{CalibrationArgs, ModelArgs, OutputArgs, SamplingArg, SchemeArgs};
 use crate::cli::exit::{self, CheckFailed};
 use crate::cli::interrupt;
-use crate::cli::print::Printer;
+use crate::cli::print::{Printer, report_as};
+use crate::evaluate::finite::DAMAGED;
 use crate::evaluate::perplexity::{Measured, Perplexity, peak_rss_bytes};
 use crate::evaluate::windows::Convention;
 use crate::format::atomic::{OutputFolder, recover, require_space};
-use crate::format::consumers::{Module, check, largest_tp, parse, refusals_everywhere};
+use crate::format::consumers::Module;
 use crate::format::layout::{Description, GptqFacts, Layout};
 use crate::format::manifest::hash_files;
 use crate::format::safetensors::{plan_shards, planned_bytes};
@@ -60,6 +65,7 @@ pub struct Run<'a> {
 /// What is settled before any work.
 pub struct Settled {
     pub modules: Modules,
+    pub left_out: LeftOut,
     pub version: Version,
     pub layout: Box<dyn Layout>,
 }
@@ -82,7 +88,7 @@ impl Run<'_> {
         let original = open(&located.dir, backend.clone(), printer)?;
         self.refuse_quantized(&original, &located)?;
         let model = &original.model;
-        let Settled { modules, version, layout } = self.settle(model)?;
+        let Settled { modules, left_out, version, layout } = self.settle(model)?;
         modules.notes.iter().for_each(|note| printer.warn(note));
         self.check_consumers(&modules, &*layout)?;
         if let Rounding::Float8 { tile, feedback: true } = self.method.rounding {
@@ -106,7 +112,7 @@ impl Run<'_> {
         });
         // Masks among the buffers of other parts may well hold infinities.
         let (bad, elsewhere): (Vec<_>, Vec<_>) =
-            model.checkpoint().non_finite().into_iter().partition(|found| model.reads(&found.tensor));
+            model.checkpoint().non_finite().into_iter().partition(|found| model.config.reads(&found.tensor));
         for found in elsewhere {
             self.printer.warn(format!(
                 "tensor `{}`, which is only copied, holds {} values that are not finite",
@@ -123,7 +129,11 @@ impl Run<'_> {
             );
         }
         let calibrated = if self.method.calibrates() {
-            Some(calibrated(self.calibration, self.output.bos, &original)?)
+            let (windows, record) = calibrated(self.calibration, self.output.bos, &original)?;
+            let found = if self.method.needs().gram { Found::Hessians } else { Found::Statistics };
+            let remedy = "give a longer text (--calib), or a larger --nsamples or --seqlen";
+            few_tokens::warn(model, windows.len() * record.seqlen, found, remedy, printer);
+            Some((windows, record))
         } else {
             None
         };
@@ -132,6 +142,7 @@ impl Run<'_> {
         interrupt::listen();
         let folder =
             if self.output.overwrite { OutputFolder::replace(&target)? } else { OutputFolder::create(&target)? };
+        report_as(folder.path(), &target);
         let shards =
             plan_shards(artifact::specs(model, &modules, &*layout, self.method.kv_cache), self.max_shard_bytes());
         if self.output.overwrite {
@@ -153,13 +164,15 @@ impl Run<'_> {
             rules: self.scheme.rules.clone(),
             skips: self.scheme.skips.clone(),
             on_misfit: spelling(self.scheme.on_misfit),
+            left_out,
             format: self.form.name(version).into(),
             max_shard_bytes: self.max_shard_bytes(),
             device: calibrated.as_ref().map(|_| backend.kind()),
             calibration: calibrated.as_ref().map(|(_, record)| record.clone()),
         };
         let record = json!({"tool": env!("CARGO_PKG_VERSION"), "recipe": recipe, "source": source_files});
-        let Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.resume())?;
+        let work::Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.resume())?;
+        report_as(work.dir(), &target);
         if self.output.resume && !resumed {
             printer.note("--resume: no earlier run is there; starting from the first block");
         }
@@ -172,6 +185,12 @@ impl Run<'_> {
         let phase = Instant::now();
         // A model that cannot be measured is found before the long part of the work.
         let before = measurement.as_ref().map(|text| self.measure(&original, text, "before")).transpose()?;
+        if let Some(reason) = before.as_ref().and_then(|before| before.result.reason.as_ref()) {
+            let source = located.dir.display();
+            let failed =
+                format!("the source `{source}` itself: {reason}: {DAMAGED}; `--no-eval` quantizes it unmeasured");
+            return Err(self.stopped(CheckFailed(failed).into(), work));
+        }
         let measuring = phase.elapsed().as_secs_f64();
         self.announce(model, &modules, calibrated.as_ref());
         let steps = printer.steps(&self.method.name, model.blocks.len() as u64);
@@ -217,8 +236,8 @@ impl Run<'_> {
             let artifact = read_back(folder.path(), backend.clone(), printer)?;
             let phase = Instant::now();
             let after = measurement.as_ref().map(|text| self.measure(&artifact, text, "after")).transpose()?;
-            if let Some(after) = after.as_ref().filter(|after| !after.result.perplexity.is_finite()) {
-                bail!(CheckFailed(format!("the perplexity of the artifact is {}", after.result.perplexity)));
+            if let Some(reason) = after.as_ref().and_then(|after| after.result.reason.as_ref()) {
+                bail!(CheckFailed(format!("the artifact: {reason}; nothing was written")));
             }
             let control = match &measurement {
                 Some(text) if !super::is_control(&self.method) => {
@@ -262,6 +281,7 @@ impl Run<'_> {
             reports,
             transforms,
             tensors: layout_bytes,
+            unread: original.unread.clone(),
             seconds: json!({"preparing": prepared, "quantizing": quantizing, "of_which_solving": solving, "writing": writing, "measuring": measuring}),
         };
         self.conclude(&summary, before.zip(after), control)
@@ -269,9 +289,9 @@ impl Run<'_> {
 
     /// What is quantized already cannot be a source.
     pub fn refuse_quantized(&self, original: &Runnable, located: &Located) -> Result<()> {
-        if let Some(method) = original.method {
+        if let Some(how) = original.quantized() {
             bail!(
-                "`{}` is quantized already (by {method}); give the floating-point checkpoint it was made from",
+                "`{}` is quantized already ({how}); give the floating-point checkpoint it was made from",
                 located.dir.display()
             );
         }
@@ -281,14 +301,15 @@ impl Run<'_> {
     /// Which linears are quantized, and how they are stored; refused here if that cannot be.
     pub fn settle(&self, model: &Model) -> Result<Settled> {
         let base = self.method.scheme();
-        let modules = modules::settle(model, base, &self.scheme, &*self.form.layout(&self.method, Version::V1))?;
+        let mut modules = modules::settle(model, base, &self.scheme, &*self.form.layout(&self.method, Version::V1))?;
+        let left_out = self.leave_out(&mut modules)?;
         let version = match &self.output.checkpoint_format {
             Some(name) => Version::parse(name).context("--checkpoint-format is gptq or gptq_v2")?,
             None => modules.safest_version(base),
         };
         let layout = self.form.layout(&self.method, version);
         layout.accepts(&modules.modules).map_err(anyhow::Error::msg)?;
-        Ok(Settled { modules, version, layout })
+        Ok(Settled { modules, left_out, version, layout })
     }
 
     /// What happens to finished blocks when the run ends early.
@@ -353,26 +374,6 @@ impl Run<'_> {
         }
     }
 
-    /// `--for` refuses; without it, consumers that would not load the artifact are named.
-    pub fn check_consumers(&self, modules: &Modules, layout: &dyn Layout) -> Result<()> {
-        let plan = modules.plan(self.method.scheme(), layout.kind(self.scattered()), self.method.kv_cache);
-        for name in &self.output.consumers {
-            if let Some(refusal) = check(parse(name)?, &plan).first() {
-                bail!("--for {name}: {refusal}");
-            }
-        }
-        if self.output.consumers.is_empty() {
-            refusals_everywhere(&plan)
-                .iter()
-                .for_each(|refusal| self.printer.warn(format!("would not be loaded by {refusal}")));
-        }
-        let split = largest_tp(&plan);
-        if let Some(limit) = &split.limit {
-            self.printer.note(format!("tensor parallel up to {}: {limit}", split.degree));
-        }
-        Ok(())
-    }
-
     fn gptq_facts(&self) -> Option<GptqFacts> {
         match &self.method.rounding {
             Rounding::Gptq { options, true_sequential, .. } => Some(GptqFacts {
@@ -387,7 +388,7 @@ impl Run<'_> {
     }
 
     /// Whether groups follow activation order.
-    fn scattered(&self) -> bool {
+    pub fn scattered(&self) -> bool {
         matches!(&self.method.rounding, Rounding::Gptq { options, .. } if options.order == Order::Activation && !options.static_groups)
     }
 
@@ -501,7 +502,7 @@ impl Run<'_> {
 fn read_back(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Result<Runnable> {
     let failed = |why: String| anyhow::Error::from(CheckFailed(why));
     let artifact =
-        open(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
+        open_made(dir, backend, printer).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     let wrong = verify_manifest(dir).map_err(|e| failed(format!("the artifact cannot be read back: {e:#}")))?;
     match wrong.first() {
         Some(wrong) => Err(failed(format!("the artifact on disk is not what was written: {wrong}"))),

@@ -138,7 +138,9 @@ fn with_gptq(
     if backend.solver().is_some() {
         return linears.iter().zip(schemes).map(one).collect();
     }
-    linears.par_iter().zip(schemes).map(one).collect()
+    let solved: Vec<Result<_>> = linears.par_iter().zip(schemes).map(one).collect();
+    // The first fault in order is reported, whichever thread finds one first.
+    solved.into_iter().collect()
 }
 
 /// With `inputs`, errors are mended in the columns not yet taken.

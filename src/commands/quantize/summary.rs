@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::modules::Modules;
 use super::work::ModuleReport;
+use crate::model::presence::Unread;
 use crate::num::size::bytes;
 
 /// What scaling did to a block.
@@ -34,6 +35,8 @@ pub struct Summary {
     pub tensors: u64,
     /// Input channels that calibration saw only as zero; one that several modules share counts once.
     pub dead_channels: usize,
+    /// Tensors of the source that the model does not read; they are copied.
+    pub unread: Option<Unread>,
     /// By phase.
     pub seconds: Value,
 }
@@ -99,12 +102,13 @@ impl Summary {
                 if gptq { "; their weights are zero now" } else { "" }
             ));
         }
+        lines.extend(self.unread.as_ref().map(|unread| format!("copied as stored: {unread}")));
         lines
     }
 
     /// For programs.
     pub fn json(&self) -> Value {
-        json!({
+        let mut object = json!({
             "out": self.target,
             "bytes": self.size,
             "source_bytes": self.source,
@@ -117,6 +121,10 @@ impl Summary {
             "outliers": self.outliers().iter().map(|r| json!({"module": r.module, "max": r.input_max, "crest": r.input_crest})).collect::<Vec<_>>(),
             "loss": self.reports.iter().map(|r| r.loss).sum::<f64>(),
             "seconds": self.seconds,
-        })
+        });
+        if let Some(unread) = &self.unread {
+            object["unread_tensors"] = json!(unread);
+        }
+        object
     }
 }

@@ -26,8 +26,10 @@ use crate::cli::print::Printer;
 use crate::cli::validation::{Part, ValidateArgs};
 use crate::engine::speculate::Ahead;
 use crate::evaluate::divergence::Reference;
+use crate::evaluate::finite;
 use crate::evaluate::integrity;
 use crate::format::manifest::Manifest;
+use crate::format::{self, FormatError};
 use crate::report::{Check, Identity, Report, Role, Status};
 use facts::Weights;
 pub use finish::summarize;
@@ -82,6 +84,10 @@ impl Subjects {
             if !model.dir.exists() {
                 bail!("`{}` does not exist", model.dir.display());
             }
+        }
+        // What is damaged is a finding; what is of another kind is the wrong thing to give.
+        if let Some(unread) = format::open_path(&artifact.dir).err().filter(FormatError::is_unread) {
+            return Err(unread).context("the artifact");
         }
         Ok(Self { artifact, reference, draft })
     }
@@ -186,6 +192,10 @@ fn measure(
                 compared.perplexity.control = Some(control);
             }
         }
+        if let Some(reason) = finite::comparison(&compared.divergence.figures) {
+            let message = format!("on `{}` {reason}", corpus.name);
+            report.checks.push(Check { id: "finite".into(), status: Status::Fail, message });
+        }
         report.perplexity.push(compared.perplexity);
         report.divergence.push(compared.divergence);
     }
@@ -202,6 +212,9 @@ fn measure(
                 message: "caches of few bits do what they should with the scales that engines take".into(),
             },
         });
+        if let Some(message) = eval_kv::broken(&cache) {
+            report.checks.push(Check { id: "finite".into(), status: Status::Fail, message });
+        }
         report.cache = Some(cache);
     }
     if wanted(Part::Spec) {

@@ -5,9 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::folds::Folds;
-use super::weights::{Compared, WeightError, head_path};
+use super::weights::{Compared, WeightError};
 use super::{Findings, Side, Status};
 use crate::checkpoint::Entry;
+use crate::model::head_path;
+use crate::model::presence::is_buffer;
 use crate::tensor::{narrowed, widened};
 
 /// What became of a tensor.
@@ -176,15 +178,13 @@ fn kept(name: &str, own: &Entry, source: &Entry, folds: &Folds) -> (Fate, Option
 
 /// The fate of a tensor that is not there.
 fn absent(name: &str, artifact: &Side, reference: &Side) -> (Fate, Option<String>) {
-    let head = head_path(reference.config.prefix);
-    if name.starts_with(head) && artifact.config.tied && reference.config.tied {
+    if reference.config.is_repeated(name) && artifact.config.tied {
         return (Fate::Dropped, Some("the output head is the embedding".into()));
     }
-    if [".rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias"].iter().any(|end| name.ends_with(end)) {
+    if is_buffer(name) {
         return (Fate::Dropped, Some("a buffer that readers compute".into()));
     }
-    let inside = name.starts_with(reference.config.prefix) || name.starts_with(head);
-    if !inside {
+    if !reference.config.reads(name) {
         return (Fate::Dropped, Some(UNREAD.into()));
     }
     (Fate::Missing, None)

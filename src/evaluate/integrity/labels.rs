@@ -115,6 +115,23 @@ fn gptq(checkpoint: &Checkpoint, found: &Found, findings: &mut Findings) {
     findings.otherwise(ID, format!("{symmetric} symmetric modules have the zero points of `{}`", label.name()));
 }
 
+/// Configs against the tensors beside them: heads and biases that a config does not tell of, and tensors that are not
+/// read.
+pub fn tensors(artifact: &Side, reference: &Side, findings: &mut Findings) {
+    const ID: &str = "config.tensors";
+    const UNREAD: &str = "tensors.unread";
+    for (name, side) in [("artifact", artifact), ("reference", reference)] {
+        for warning in &side.config.warnings {
+            findings.warn(ID, format!("the {name}: {warning}"));
+        }
+        if let Some(unread) = side.config.unread(side.checkpoint(), side.opened.method.is_none()) {
+            findings.warn(UNREAD, format!("the {name}: {unread}"));
+        }
+    }
+    findings.otherwise(ID, "output head and biases are as the configs say");
+    findings.otherwise(UNREAD, "all tensors are read");
+}
+
 /// The shapes and constants of the artifact's config against the reference's.
 pub fn compare(artifact: &Side, reference: &Side, findings: &mut Findings) {
     const ID: &str = "config";

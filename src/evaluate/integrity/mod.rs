@@ -159,7 +159,8 @@ fn look<E>(
 ) -> Result<Integrity, IntegrityError<E>> {
     let original = format::open_path(reference).map_err(IntegrityError::Reference)?;
     let dir = reference.into();
-    let config = settle(original.source.checkpoint()).map_err(|source| IntegrityError::Config { dir, source })?;
+    let config =
+        ModelConfig::of(original.source.checkpoint()).map_err(|source| IntegrityError::Config { dir, source })?;
     let original = Side { opened: &original, config: &config };
     let mut findings = Findings::default();
     hashes(artifact, original.checkpoint(), &mut findings);
@@ -179,7 +180,7 @@ fn look<E>(
     labels::check(&opened, original.checkpoint(), &mut findings);
     scales::scan(opened.source.checkpoint(), &mut findings);
     side::check(opened.source.checkpoint(), original.checkpoint(), &mut findings);
-    let own = match settle(opened.source.checkpoint()) {
+    let own = match ModelConfig::of(opened.source.checkpoint()) {
         Ok(config) => config,
         Err(error) => {
             findings.fail("config", format!("the artifact's config cannot be run: {error}"));
@@ -188,19 +189,11 @@ fn look<E>(
     };
     let quantized = Side { opened: &opened, config: &own };
     labels::compare(&quantized, &original, &mut findings);
+    labels::tensors(&quantized, &original, &mut findings);
     let (compared, unread) =
         weights::compare(&quantized, &original, &mut findings, progress).map_err(IntegrityError::Stopped)?;
     let accounting = accounting::account(&quantized, &original, &compared, &unread, &mut findings);
     Ok(Integrity { accounting: Some(accounting), findings: findings.0 })
-}
-
-fn settle(checkpoint: &Checkpoint) -> Result<ModelConfig, ConfigError> {
-    let tensors = checkpoint.tensors();
-    let shape_of = |start: &str| {
-        let (name, entry) = tensors.range(start.to_string()..).next()?;
-        name.starts_with(start).then_some(&entry.shape[..])
-    };
-    ModelConfig::parse(checkpoint.config(), shape_of)
 }
 
 /// Holds the files against `quantkit.json`, and the reference against what that says it read.

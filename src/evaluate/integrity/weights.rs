@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::folds::reads_norm;
 use super::{Findings, Side};
 use crate::backend::weight::{Gptq, Weight};
+use crate::model::head_path;
 
 /// Rows taken up at once.
 const PANEL: usize = 64;
@@ -138,10 +139,6 @@ pub fn compare<E>(
     findings.otherwise("weights", whole);
     findings.otherwise("zeros.shift", "no module is off by whole steps");
     Ok((out, unread))
-}
-
-pub fn head_path(prefix: &str) -> &'static str {
-    if prefix == "language_model.model." { "language_model.lm_head" } else { "lm_head" }
 }
 
 fn one(module: &str, own: &Weight, wanted: &Weight, told: &mut Told) -> Compared {

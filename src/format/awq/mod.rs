@@ -3,5 +3,5 @@
 mod source;
 mod write;
 
-pub(super) use source::open;
+pub(super) use source::{open, open_grouped};
 pub use write::AwqLayout;

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::backend::weight::Weight;
 use crate::checkpoint::{Checkpoint, JsonKeys, whole};
-use crate::format::config::{Found, group_size};
+use crate::format::config::{Found, Unfit, group_size};
 use crate::format::consumers::Kind;
 use crate::format::stored::{FLOATS, Linear, StoredSource, Tensors, having, left_out, nothing_quantized};
 use crate::format::{FormatError, Opened};
@@ -22,14 +22,23 @@ struct Settings {
 struct Stored {
     rows: usize,
     cols: usize,
-    group: usize,
+    group_size: GroupSize,
     /// Whether it has zero points; the middle of the range without.
     zeros: bool,
 }
 
 /// Opens a folder whose config says `awq`.
 pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError> {
-    let settings = parse(&found.value).map_err(|why| FormatError::Config { path: found.path.clone(), why })?;
+    open_grouped(checkpoint, found, None)
+}
+
+/// [`open`], where modules may have group sizes of their own.
+pub fn open_grouped(
+    checkpoint: Checkpoint,
+    found: &Found,
+    group_of: Option<&(dyn Fn(&str) -> GroupSize + Sync)>,
+) -> Result<Opened, FormatError> {
+    let settings = parse(&found.value).map_err(|why| why.of(found))?;
     let names = having(&checkpoint, "qweight", &[Dtype::I32]);
     if names.is_empty() {
         return Err(nothing_quantized(found, "of I32 ends in `.qweight`"));
@@ -38,13 +47,16 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
     let left =
         left.map_err(|why| FormatError::Config { path: found.path.clone(), why: why.into() })?.unwrap_or_default();
     let warnings = left_out(&names, |name| left.iter().any(|part| name.contains(part)));
-    let source = StoredSource::open(checkpoint, &names, |tensors| check(tensors, &settings))?;
+    let source = StoredSource::open(checkpoint, &found.method, &names, |tensors| {
+        let group_size = group_of.map_or(settings.group_size, |of| of(tensors.module));
+        check(tensors, group_size, settings.zero_point)
+    })?;
     let quantization = source
-        .quantization(|stored| (Kind::Awq, Scheme { bits: BITS, group_size: settings.group_size, sym: !stored.zeros }));
+        .quantization(|stored| (Kind::Awq, Scheme { bits: BITS, group_size: stored.group_size, sym: !stored.zeros }));
     Ok(Opened { method: Some("awq"), source: Box::new(source), quantization, warnings })
 }
 
-fn parse(value: &Value) -> Result<Settings, String> {
+fn parse(value: &Value) -> Result<Settings, Unfit> {
     let keys = JsonKeys::of("", value);
     // AutoAWQ's names, and those of its older side file.
     let either = |names: [&'static str; 2]| match names.map(|key| keys.get(key)) {
@@ -53,8 +65,12 @@ fn parse(value: &Value) -> Result<Settings, String> {
         [None, Some(_)] => Ok(names[1]),
         [None, None] => Err(keys.missing(names[0])),
     };
-    let bits = |value: &Value| whole(value).filter(|bits| *bits == i64::from(BITS));
-    keys.read(either(["bits", "w_bit"])?, "AWQ words of 4 are read", bits)?;
+    let key = either(["bits", "w_bit"])?;
+    let four = |bits: &i64| *bits == i64::from(BITS);
+    if let Some(other @ 1..=8) = keys.get(key).and_then(whole).filter(|bits| !four(bits)) {
+        return Err(Unfit::Unread(format!("`{key}` is {other}; AWQ words of 4 are read")));
+    }
+    keys.read(key, "AWQ words of 4 are read", |value| whole(value).filter(four))?;
     let size = either(["group_size", "q_group_size"])?;
     let group_size = keys.read(size, "it must be positive or -1", group_size)?.ok_or_else(|| keys.missing(size))?;
     let zero_point = keys.read("zero_point", "it must be true or false", Value::as_bool)?.unwrap_or(true);
@@ -62,26 +78,25 @@ fn parse(value: &Value) -> Result<Settings, String> {
         if let Some(version) = keys.text(key)?
             && !version.eq_ignore_ascii_case("gemm")
         {
-            return Err(format!("tensors are laid out as `{version}`; only `gemm` is read"));
+            return Err(Unfit::Unread(format!("tensors are laid out as `{version}`; only `gemm` is read")));
         }
     }
     Ok(Settings { group_size, zero_point })
 }
 
-fn check(tensors: Tensors, settings: &Settings) -> Result<Stored, String> {
+fn check(tensors: Tensors, group_size: GroupSize, zero_point: bool) -> Result<Stored, String> {
     let (_, cols, words) = tensors.matrix("qweight", &[Dtype::I32])?;
     let rows = words.checked_mul(FIELDS).ok_or_else(|| format!("`qweight` is {words} words wide"))?;
-    let group_size = settings.group_size;
     if !group_size.divides(cols) {
         return Err(format!("group size {group_size} does not divide its {cols} input channels"));
     }
     let groups = group_size.count(cols);
     tensors.expect("scales", FLOATS, &[groups, rows])?;
-    let zeros = settings.zero_point || tensors.find("qzeros").is_some();
+    let zeros = zero_point || tensors.find("qzeros").is_some();
     if zeros {
         tensors.expect("qzeros", &[Dtype::I32], &[groups, words])?;
     }
-    Ok(Stored { rows, cols, group: group_size.columns(cols), zeros })
+    Ok(Stored { rows, cols, group_size, zeros })
 }
 
 impl Linear for Stored {
@@ -90,7 +105,8 @@ impl Linear for Stored {
     }
 
     fn load(&self, tensors: Tensors) -> Result<Weight, String> {
-        let Stored { rows, cols, group, zeros } = *self;
+        let Stored { rows, cols, group_size, zeros } = *self;
+        let group = group_size.columns(cols);
         let scales = tensors.scales("scales")?;
         let zeros = if zeros { unpack(&tensors.words("qzeros")?) } else { vec![1 << (BITS - 1); scales.len()] };
         Ok(weight(rows, cols, group, &tensors.words("qweight")?, zeros, scales))
@@ -114,7 +130,7 @@ mod tests {
             (json!({"bits": 4, "group_size": 64, "version": "gemv_fast"}), "`gemv_fast`"),
             (json!({"bits": 4, "group_size": 64, "zero_point": 1}), "`zero_point` is 1"),
         ] {
-            let error = parse(&value).err().unwrap();
+            let error = parse(&value).err().unwrap().to_string();
             assert!(error.contains(part), "{error}");
         }
     }

@@ -4,6 +4,7 @@ use regex::Regex;
 use serde_json::Value;
 
 use crate::checkpoint::{JsonKeys, KeyError, whole};
+use crate::format::config::Unfit;
 use crate::format::layout::InputsKind;
 
 /// The readable part of a config.
@@ -13,6 +14,8 @@ pub struct Settings {
     ignore: Vec<Target>,
     /// Patterns that cannot be evaluated here.
     pub unreadable: Vec<String>,
+    /// Groups that consumers read differently, and how they are read here.
+    pub ambiguous: Vec<String>,
 }
 
 /// Modules with one scheme.
@@ -56,45 +59,69 @@ const CLASS: &str = "Linear";
 /// How tensors are stored in the forms that are read.
 const FORMATS: [&str; 5] = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"];
 
+/// Other forms, with what they are called elsewhere.
+const OTHERS: [(&str, &str); 7] = [
+    ("nvfp4-pack-quantized", "NVFP4: floats of 4 bits, a scale in E4M3 for 16 of them"),
+    ("mxfp4-pack-quantized", "MXFP4: floats of 4 bits, a power of two for 32 of them"),
+    ("mxfp8-quantized", "MXFP8: floats of 8 bits, a power of two for 32 of them"),
+    ("marlin-24", "2:4 sparse integers for Marlin kernels"),
+    ("sparse-24-bitmask", "2:4 sparse, with a mask of bits"),
+    ("sparse-bitmask", "sparse, with a mask of bits"),
+    ("nvfp4-e5m3-pack-quantized", "NVFP4 with scales in E5M3"),
+];
+
 impl Settings {
-    pub fn parse(value: &Value) -> Result<Self, String> {
+    pub fn parse(value: &Value) -> Result<Self, Unfit> {
         let keys = JsonKeys::of("", value);
         let filled = |key: &str| Ok::<_, KeyError>(keys.object(key)?.filter(|object| !object.is_empty()));
         if let Some(sparsity) = filled("sparsity_config")?
             && sparsity.text("format")? != Some("dense")
         {
-            return Err("its weights are stored sparse, which is not read".into());
+            let format = sparsity.text("format")?.unwrap_or("no named form");
+            return Err(Unfit::Unread(format!("its weights are stored sparse (`{format}`)")));
         }
         if let Some(transform) = filled("transform_config")?
             && transform.object("config_groups")?.is_none_or(|groups| !groups.is_empty())
         {
-            return Err("its inputs are to be rotated (`transform_config`), which is not done here".into());
+            return Err(Unfit::Unread("its inputs are to be rotated (`transform_config`)".into()));
         }
         let whole = known_format(&keys)?;
         let groups = keys.object("config_groups")?.ok_or_else(|| keys.missing("config_groups"))?;
-        let mut unreadable = Vec::new();
+        let (mut unreadable, mut ambiguous) = (Vec::new(), Vec::new());
         let mut parsed = Vec::new();
         for name in groups.all_names() {
             let is_object = groups.get(name).is_some_and(Value::is_object);
             let group = groups.object(name).ok().flatten().filter(|_| is_object);
-            let group = group.ok_or_else(|| format!("`{name}` is no object; presets are not read"))?;
-            known_format(&group)?;
+            let group = group.ok_or_else(|| Unfit::Unread(format!("`{name}` is no object; presets are not read")))?;
+            let within = |why: Unfit| why.within(name);
+            known_format(&group).map_err(within)?;
             // A group without weights is about the cache of keys and values.
             let Some(weights) = arguments(&group, "weights")? else { continue };
-            let within = |why: String| format!("in `{name}`: {why}");
             let inputs = match arguments(&group, "input_activations")? {
                 None => InputsKind::Float,
                 // Packed integers in a file that says nothing of inputs are met with inputs as they are.
-                Some(inputs) => inputs.inputs(&weights).map_err(within)?,
+                Some(inputs) => {
+                    scale_type(&group).map_err(within)?;
+                    if inputs.dynamic && inputs.strategy == Strategy::Tensor {
+                        ambiguous.push(format!(
+                            "`{name}` has dynamic inputs of strategy `tensor`; each token gets a scale of its own, as in \
+                             vLLM, where compressed-tensors' own modules find one scale for all tokens of a pass"
+                        ));
+                    }
+                    inputs.inputs(&weights).map_err(within)?
+                }
             };
+            if group.get("output_activations").is_some() {
+                return Err(within(Unfit::Unread("outputs are rounded too (`output_activations`)".into())));
+            }
             let list = group.texts("targets")?.ok_or_else(|| group.missing("targets"))?;
             parsed.push(Group { targets: targets(list, &mut unreadable), weights, inputs });
         }
         if parsed.is_empty() {
-            return Err(format!("no group of `config_groups` has weights (format {whole})"));
+            return Err(format!("no group of `config_groups` has weights (format {whole})").into());
         }
         let ignore = targets(keys.texts("ignore")?.unwrap_or_default(), &mut unreadable);
-        Ok(Self { groups: parsed, ignore, unreadable })
+        Ok(Self { groups: parsed, ignore, unreadable, ambiguous })
     }
 
     /// The group of a quantized module: by its path, then by patterns, then by its class.
@@ -150,35 +177,54 @@ fn targets(list: Vec<&str>, unreadable: &mut Vec<String>) -> Vec<Target> {
     out
 }
 
-fn known_format(keys: &JsonKeys) -> Result<&'static str, String> {
-    match keys.text("format")? {
-        None => Ok("not given"),
-        Some(format) => FORMATS
-            .into_iter()
-            .find(|known| *known == format)
-            .ok_or_else(|| format!("tensors are stored as `{format}`; {} are read", FORMATS.join(", "))),
-    }
+fn known_format(keys: &JsonKeys) -> Result<&'static str, Unfit> {
+    let Some(format) = keys.text("format")? else { return Ok("not given") };
+    FORMATS.into_iter().find(|known| *known == format).ok_or_else(|| {
+        let known = OTHERS.into_iter().find(|(other, _)| *other == format);
+        let called = known.map_or(String::new(), |(_, name)| format!(" ({name})"));
+        Unfit::Unread(format!("tensors are stored as `{format}`{called}; {} are read", FORMATS.join(", ")))
+    })
 }
 
 /// The arguments under a key of a group.
-fn arguments(group: &JsonKeys, key: &str) -> Result<Option<Arguments>, String> {
+fn arguments(group: &JsonKeys, key: &str) -> Result<Option<Arguments>, Unfit> {
     if let Some(preset) = group.get(key).filter(|value| !value.is_object()) {
-        return Err(format!("{preset} is no object; presets are not read"));
+        return Err(Unfit::Unread(format!("{preset} is no object; presets are not read")));
     }
     group.object(key)?.map(|keys| Arguments::parse(&keys)).transpose()
 }
 
+/// Refuses scales of inputs that compressed-tensors rounds to another type than f32 before it uses them.
+fn scale_type(group: &JsonKeys) -> Result<(), Unfit> {
+    let Some(inputs) = group.object("input_activations")? else { return Ok(()) };
+    match inputs.text("scale_dtype")? {
+        None | Some("torch.float32") => Ok(()),
+        Some(given) => Err(Unfit::Unread(format!("the scales of inputs are rounded to {given} (`scale_dtype`)"))),
+    }
+}
+
 impl Arguments {
-    fn parse(keys: &JsonKeys) -> Result<Self, String> {
+    fn parse(keys: &JsonKeys) -> Result<Self, Unfit> {
+        let unread = |what: String| Err(Unfit::Unread(what));
+        if let Some(bits @ 9..) = keys.get("num_bits").and_then(whole) {
+            return unread(format!("`num_bits` is {bits}; 2 to 8 are read"));
+        }
         let bits = keys.read("num_bits", "2 to 8 are read", |v| whole(v).filter(|b| (2..=8).contains(b)))?;
         let bits = bits.map_or(8, |bits| bits as u8);
         let float = match keys.text("type")?.map(str::to_lowercase).as_deref() {
             None | Some("int") => false,
             Some("float") => true,
-            Some(other) => return Err(format!("`type` is `{other}`; int and float are read")),
+            Some(other) => return unread(format!("`type` is `{other}`; int and float are read")),
         };
         if float && bits != 8 {
-            return Err(format!("floats of {bits} bits are not read"));
+            return unread(format!("numbers are floats of {bits} bits"));
+        }
+        let scales = keys.text("scale_dtype")?.map(|name| name.trim_start_matches("torch."));
+        if let Some(power @ ("uint8" | "float8_e8m0fnu")) = scales {
+            return unread(format!("scales are powers of two (`scale_dtype` is {power}), as in MX formats"));
+        }
+        if keys.get("dynamic").and_then(Value::as_str) == Some("local") {
+            return unread("scales are found for each group as the model runs (`dynamic` is local)".into());
         }
         let positive = |v: &Value| whole(v).filter(|s| *s > 0 || *s == -1);
         let size = keys.read("group_size", "it must be positive or -1", positive)?;
@@ -194,23 +240,23 @@ impl Arguments {
                 None => return Err(keys.missing("block_structure").into()),
             },
             (Some("group"), _) => return Err("strategy `group` needs a `group_size`".into()),
-            (other, _) => return Err(format!("strategy `{}` is not read", other.unwrap_or_default())),
+            (other, _) => return unread(format!("the strategy is `{}`", other.unwrap_or_default())),
         };
         let (symmetric, dynamic) = (keys.flag("symmetric", true)?, keys.flag("dynamic", false)?);
         Ok(Self { bits, float, symmetric, strategy, dynamic })
     }
 
     /// What these arguments, given for inputs, make of them beside such weights.
-    fn inputs(self, weights: &Arguments) -> Result<InputsKind, String> {
+    fn inputs(self, weights: &Arguments) -> Result<InputsKind, Unfit> {
         if self.float != weights.float {
-            return Err("inputs and weights are rounded to different kinds of numbers, which is not read".into());
+            return Err(Unfit::Unread("inputs and weights are rounded to different kinds of numbers".into()));
         }
         if self.bits != 8 {
-            return Err(format!("inputs are rounded to {} bits, which is not read", self.bits));
+            return Err(Unfit::Unread(format!("inputs are rounded to {} bits", self.bits)));
         }
         match (self.strategy, self.dynamic, self.symmetric) {
             (Strategy::Token, true, true) => Ok(InputsKind::Token),
-            // Engines take a scale for each token all the same.
+            // vLLM takes a scale for each token all the same; a warning names the difference.
             (Strategy::Tensor, true, true) if self.float => Ok(InputsKind::Token),
             (Strategy::Token, true, false) if !self.float => Ok(InputsKind::TokenAsymmetric),
             (Strategy::Tensor, false, true) => Ok(InputsKind::Tensor),
@@ -218,7 +264,7 @@ impl Arguments {
             (Strategy::Group(size), true, true) if self.float => Ok(InputsKind::Group(size)),
             (strategy, dynamic, _) => {
                 let when = if dynamic { "dynamic" } else { "static" };
-                Err(format!("inputs are rounded with {when} scales by {strategy:?}, which is not read"))
+                Err(Unfit::Unread(format!("inputs are rounded with {when} scales by {strategy:?}")))
             }
         }
     }
@@ -277,17 +323,38 @@ mod tests {
         assert_eq!(kind(&int, json!({"symmetric": false})), Ok(InputsKind::TensorAsymmetric));
         let group = json!({"type": "float", "group_size": 128, "dynamic": true});
         assert_eq!(kind(&float, group), Ok(InputsKind::Group(128)));
-        let error = kind(&int, json!({"type": "float"})).unwrap_err();
+        let error = kind(&int, json!({"type": "float"})).unwrap_err().to_string();
         assert!(error.starts_with("in `group_0`: inputs and weights"), "{error}");
-        let error = kind(&int, json!({"strategy": "channel"})).unwrap_err();
+        let error = kind(&int, json!({"strategy": "channel"})).unwrap_err().to_string();
         assert!(error.contains("static scales by Channel"), "{error}");
         assert!(kind(&int, json!({"num_bits": 4, "strategy": "token", "dynamic": true})).is_err());
+    }
+
+    /// Consumers differ in one form; a warning names both readings. compressed-tensors rounds in two more places.
+    #[test]
+    fn readings_that_differ_are_named() {
+        let float = json!({"num_bits": 8, "type": "float", "strategy": "tensor"});
+        let parse = |inputs: Value| Settings::parse(&one(float.clone(), inputs));
+        let settings = parse(json!({"type": "float", "strategy": "tensor", "dynamic": true})).unwrap();
+        assert_eq!(settings.groups[0].inputs, InputsKind::Token);
+        assert!(settings.ambiguous[0].contains("one scale for all tokens of a pass"), "{:?}", settings.ambiguous);
+        for plain in [json!({"type": "float"}), json!({"type": "float", "strategy": "token", "dynamic": true})] {
+            assert!(parse(plain).unwrap().ambiguous.is_empty());
+        }
+        let rounded = |dtype: &str| parse(json!({"type": "float", "scale_dtype": dtype}));
+        assert!(rounded("torch.float32").is_ok());
+        let error = rounded("torch.float8_e4m3fn").unwrap_err().to_string();
+        assert!(error.starts_with("in `group_0`: the scales of inputs are rounded to"), "{error}");
+        let mut value = one(float, json!({"type": "float"}));
+        value["config_groups"]["group_0"]["output_activations"] = json!({"type": "float"});
+        let error = Settings::parse(&value).unwrap_err().to_string();
+        assert!(error.contains("`output_activations`"), "{error}");
     }
 
     #[test]
     fn what_is_not_read_is_named() {
         for (weights, part) in [
-            (json!({"num_bits": 16}), "weights.num_bits` is 16"),
+            (json!({"num_bits": 16}), "`num_bits` is 16"),
             (json!({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}), "floats of 4"),
             (json!({"strategy": "tensor_group"}), "`tensor_group`"),
             (json!({"strategy": "group"}), "needs a `group_size`"),
@@ -295,9 +362,11 @@ mod tests {
             (json!({"group_size": 0}), "group_size` is 0"),
             (json!({"symmetric": 1}), "symmetric` is 1"),
             (json!({"type": "log"}), "`log`"),
-            (json!({"dynamic": "local"}), "dynamic` is"),
+            (json!({"dynamic": "local"}), "`dynamic` is local"),
+            (json!({"dynamic": "often"}), "dynamic` is"),
+            (json!({"type": "float", "group_size": 32, "scale_dtype": "torch.uint8"}), "powers of two"),
         ] {
-            let error = Settings::parse(&one(weights, Value::Null)).unwrap_err();
+            let error = Settings::parse(&one(weights, Value::Null)).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
         let fine = one(json!({"num_bits": 4, "strategy": "channel"}), Value::Null);
@@ -312,7 +381,7 @@ mod tests {
         ] {
             let mut wrong = fine.clone();
             wrong[key] = value;
-            let error = Settings::parse(&wrong).unwrap_err();
+            let error = Settings::parse(&wrong).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
         let mut empty = fine;

@@ -6,7 +6,7 @@ use super::settings::{Arguments, Settings, Strategy};
 use super::write::Form;
 use crate::backend::weight::{Gptq, Int8, Weight};
 use crate::checkpoint::{Checkpoint, Entry};
-use crate::format::config::Found;
+use crate::format::config::{Found, Unfit};
 use crate::format::consumers::Kind;
 use crate::format::float8::{self, Names};
 use crate::format::layout::{InputsKind, Tile};
@@ -21,8 +21,7 @@ use crate::tensor::{Dtype, bytes_to_words};
 
 /// Opens a folder whose config says `compressed-tensors`.
 pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError> {
-    let settings =
-        Settings::parse(&found.value).map_err(|why| FormatError::Config { path: found.path.clone(), why })?;
+    let settings = Settings::parse(&found.value).map_err(|why| why.of(found))?;
     let mut names: BTreeSet<String> = having(&checkpoint, "weight_packed", &[Dtype::I32]).into_iter().collect();
     names.extend(having(&checkpoint, "weight", &[Dtype::I8, Dtype::F8E4M3]));
     let names: Vec<String> = names.into_iter().collect();
@@ -39,10 +38,11 @@ pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError
         }
     }
     let mut warnings = left_out(&names, |name| settings.ignores(name));
+    warnings.extend(settings.ambiguous.iter().cloned());
     for pattern in &settings.unreadable {
         warnings.push(format!("the pattern `{pattern}` cannot be evaluated here; tensors tell what is quantized"));
     }
-    let source = StoredSource::open(checkpoint, &names, |tensors| Stored::check(tensors, &settings))?;
+    let source = StoredSource::open(checkpoint, &found.method, &names, |tensors| Stored::check(tensors, &settings))?;
     let quantization = source.quantization(Stored::described);
     Ok(Opened { method: Some("compressed-tensors"), source: Box::new(source), quantization, warnings })
 }
@@ -118,13 +118,13 @@ impl Stored {
         }
     }
 
-    fn check(tensors: Tensors, settings: &Settings) -> Result<Self, String> {
+    fn check(tensors: Tensors, settings: &Settings) -> Result<Self, Unfit> {
         let group = settings.group_of(tensors.module)?;
         let weights = &group.weights;
         if tensors.find("weight_packed").is_some() {
             integers(weights)?;
             if group.inputs != InputsKind::Float {
-                return Err("its integers are packed, though its inputs are rounded too; this is not read".into());
+                return Err(Unfit::Unread("its integers are packed, though its inputs are rounded too".into()));
             }
             return Packed::check(tensors, weights).map(Stored::Packed);
         }
@@ -133,10 +133,10 @@ impl Stored {
             return Whole::check(tensors, weights, group.inputs).map(Stored::Whole);
         }
         if !weights.float {
-            return Err(format!("its `weight` is {}, but the config says integers", Dtype::F8E4M3));
+            return Err(format!("its `weight` is {}, but the config says integers", Dtype::F8E4M3).into());
         }
         if !weights.symmetric {
-            return Err("its floats have zero points, which are not read".into());
+            return Err(Unfit::Unread("its floats have zero points".into()));
         }
         let tile = match weights.strategy {
             Strategy::Tensor => Tile::Tensor,
@@ -145,7 +145,7 @@ impl Stored {
             Strategy::Block(height, width) => Tile::Block(height, width),
             Strategy::Token => return Err("its weight cannot have a scale a token".into()),
         };
-        float8::Found::check(tensors, Names::COMPRESSED, tile, group.inputs).map(Stored::Float8)
+        Ok(Stored::Float8(float8::Found::check(tensors, Names::COMPRESSED, tile, group.inputs)?))
     }
 }
 
@@ -155,13 +155,13 @@ fn integers(weights: &Arguments) -> Result<(), String> {
 
 impl Scales {
     /// Checks the scales of integers, `[rows, groups]`.
-    fn check(tensors: Tensors, weights: &Arguments, rows: usize, cols: usize) -> Result<Self, String> {
+    fn check(tensors: Tensors, weights: &Arguments, rows: usize, cols: usize) -> Result<Self, Unfit> {
         let (group, single) = match weights.strategy {
             Strategy::Tensor => (cols, true),
             Strategy::Channel => (cols, false),
             Strategy::Group(size) => (size, false),
             Strategy::Block(..) | Strategy::Token => {
-                return Err("integers with a scale a block or token are not read".into());
+                return Err(Unfit::Unread("integers have a scale a block or token".into()));
             }
         };
         let count = cols.div_ceil(group);
@@ -200,7 +200,7 @@ fn hidden_shape(tensors: Tensors) -> Result<(usize, usize), String> {
 }
 
 impl Packed {
-    fn check(tensors: Tensors, weights: &Arguments) -> Result<Self, String> {
+    fn check(tensors: Tensors, weights: &Arguments) -> Result<Self, Unfit> {
         let (_, rows, words) = tensors.matrix("weight_packed", &[Dtype::I32])?;
         let (n, cols) = hidden_shape(tensors)?;
         let bits = weights.bits;
@@ -210,7 +210,8 @@ impl Packed {
             return Err(format!(
                 "`weight_packed` has {rows} rows of {words} words, in which {n} by {cols} integers of {bits} bits do \
                  not lie"
-            ));
+            )
+            .into());
         }
         let loose = is_dense(words, cols, bits) == Some(false);
         let scales = Scales::check(tensors, weights, rows, cols)?;
@@ -288,12 +289,13 @@ fn byte_zeros(entry: &Entry, rows: usize, scales: Scales) -> Result<(), String> 
 }
 
 impl Whole {
-    fn check(tensors: Tensors, weights: &Arguments, inputs: InputsKind) -> Result<Self, String> {
+    fn check(tensors: Tensors, weights: &Arguments, inputs: InputsKind) -> Result<Self, Unfit> {
         let (_, rows, cols) = tensors.matrix("weight", &[Dtype::I8])?;
         let scales = Scales::check(tensors, weights, rows, cols)?;
         let asymmetric = !weights.symmetric;
         if inputs != InputsKind::Float && (asymmetric || scales.count != 1) {
-            return Err("integers with zero points or groups are not read where inputs are rounded too".into());
+            let what = "integers with zero points or groups though inputs are rounded too";
+            return Err(Unfit::Unread(what.into()));
         }
         if asymmetric {
             byte_zeros(tensors.typed("weight_zero_point", &[Dtype::I8])?, rows, scales)?;

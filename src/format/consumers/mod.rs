@@ -16,11 +16,11 @@ pub use split::{TensorParallel, largest_tp};
 pub use table::{Row, table};
 
 use super::compressed::Form;
-use super::layout::{InputsKind, KvScales, Tile};
+use super::layout::{InputsKind, KvScales, Rounded, Tile};
 use crate::pack::gptq::Version;
 use crate::scheme::Scheme;
 use gptq::{ANY_2_3_4_8, ActOrder, GPTQMODEL, Loader, MARLIN_GROUPS, SYM_4_8, Versions};
-use others::{Awq, Compressed, Fp8, Packed, Tiles};
+use others::{Awq, AwqKernels, Compressed, Fp8, Packed, Tiles};
 
 /// An engine of one version.
 #[derive(Debug, PartialEq)]
@@ -43,7 +43,7 @@ pub struct Consumer {
 }
 
 // GPTQModel 7.7 nn_modules/qlinear/torch_awq.py: SUPPORTS_GROUP_SIZE; outputs in eights.
-const GPTQMODEL_AWQ: Awq = Awq { groups: Some(&[-1, 16, 32, 64, 128]) };
+const GPTQMODEL_AWQ: Awq = Awq { groups: Some(&[-1, 16, 32, 64, 128]), kernels: AwqKernels::Any };
 
 /// Every known consumer. Within an engine the newest comes first.
 pub const CONSUMERS: &[Consumer] = &[
@@ -63,8 +63,10 @@ pub const CONSUMERS: &[Consumer] = &[
                 versions: Versions::Both,
             },
         ],
-        // quantization/auto_awq.py: 4 bits; group sizes without a Marlin kernel go to the plain one.
-        awq: Awq { groups: None },
+        // quantization/auto_awq.py: 4 bits; group sizes without a Marlin kernel go to the plain one, all others to Marlin,
+        // with padded tiles (utils/marlin_utils.py check_marlin_supports_layer). csrc/quantization/awq/gemm_kernels.cu
+        // awq_gemm: what the plain kernel throws at.
+        awq: Awq { groups: None, kernels: AwqKernels::MarlinOrPlain { pads: true } },
         // compressed_tensors/compressed_tensors.py and schemes/: 4 and 8 bits by Marlin (kernels/linear/
         // mixed_precision/marlin.py, tiles padded), other widths by Humming. utils/fp8_utils.py
         // validate_fp8_block_shape; utils/quant_utils.py knows blocks of 128 by 128 alone.
@@ -102,8 +104,9 @@ pub const CONSUMERS: &[Consumer] = &[
                 versions: Versions::V1,
             },
         ],
-        // quantization/awq_marlin.py, and awq.py for the rest: whole groups, outputs in eights.
-        awq: Awq { groups: None },
+        // quantization/awq_marlin.py get_quant_method: linears off Marlin's tiles go to awq.py and its awq_gemm
+        // (csrc/quantization/awq/gemm_kernels.cu). Both look at the sum of the outputs that are joined.
+        awq: Awq { groups: None, kernels: AwqKernels::MarlinOrPlain { pads: false } },
         // compressed_tensors/schemes/compressed_tensors_wNa16.py: 4 and 8 bits. Linears off Marlin's tiles go to
         // ExLlama, which takes no zero points. compressed_tensors.py `_is_fp8_w8a8`: tensor and channel scales.
         compressed: Some(Compressed {
@@ -131,8 +134,8 @@ pub const CONSUMERS: &[Consumer] = &[
                 versions: Versions::Both,
             },
         ],
-        // layers/quantization/awq/awq.py: whole groups, outputs in eights.
-        awq: Awq { groups: None },
+        // layers/quantization/awq/awq.py: whole groups, outputs in eights; weights are unpacked before products.
+        awq: Awq { groups: None, kernels: AwqKernels::Any },
         // compressed_tensors/schemes/compressed_tensors_wNa16.py: Marlin alone, nothing padded.
         compressed: Some(Compressed {
             packed: Packed { bits: &[4, 8], groups: MARLIN_GROUPS, tiles: Tiles::Marlin, asymmetric: true },
@@ -215,6 +218,17 @@ pub enum Kind {
     },
 }
 
+impl Kind {
+    /// How the engine rounds the inputs of linears stored so; `None` where they stay floats.
+    pub fn inputs(self) -> Option<String> {
+        match self {
+            Kind::Gptq { .. } | Kind::Awq | Kind::Compressed(Form::Packed) => None,
+            Kind::Compressed(Form::Int8(inputs)) => inputs.reading(Rounded::Integers),
+            Kind::Compressed(Form::Float8 { inputs, .. }) | Kind::Fp8 { inputs, .. } => inputs.reading(Rounded::Floats),
+        }
+    }
+}
+
 /// An artifact to come.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
@@ -228,6 +242,8 @@ pub struct Plan {
     pub kv_cache: Option<KvScales>,
     /// The linears of the decoder blocks, those left in floating point included.
     pub modules: Vec<Module>,
+    /// Linears with a bias that the config does not ask for.
+    pub unasked: Vec<String>,
 }
 
 /// One linear of a [`Plan`].
@@ -270,7 +286,7 @@ pub fn check(consumer: &Consumer, plan: &Plan) -> Vec<Refusal> {
         Kind::Gptq { version, desc_act } => {
             gptq::complaints(consumer.loaders, gptq::Stored { version, desc_act }, plan)
         }
-        Kind::Awq => others::awq(&consumer.awq, plan),
+        Kind::Awq => others::awq(&consumer.awq, consumer.fuses, plan),
         Kind::Compressed(form) => others::compressed(consumer.compressed.as_ref(), form, consumer.fuses, plan),
         Kind::Fp8 { tile, .. } => others::fp8(consumer.fp8.as_ref(), tile, consumer.fuses, plan),
     };
@@ -279,6 +295,11 @@ pub fn check(consumer: &Consumer, plan: &Plan) -> Vec<Refusal> {
     }
     if plan.kv_cache == Some(KvScales::Head) && !consumer.head_scales {
         refused.push(("cache scales of each head are not taken; one a layer is: `--kv-cache fp8`".into(), vec![]));
+    }
+    if !plan.unasked.is_empty() {
+        // All of these engines build linears by the config, and pass over a bias that no linear has a place for.
+        let why = "biases that config.json does not ask for are left out".into();
+        refused.push((why, plan.unasked.clone()));
     }
     refused.into_iter().map(|(why, modules)| Refusal { consumer: consumer.title, modules, why }).collect()
 }
@@ -347,7 +368,15 @@ mod tests {
         let modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
             .map(|name| module(name, 1024, 1024, scheme))
             .to_vec();
-        Plan { scheme, kind: Kind::Gptq { version, desc_act }, heads: 8, kv_heads: 8, kv_cache: None, modules }
+        Plan {
+            scheme,
+            kind: Kind::Gptq { version, desc_act },
+            heads: 8,
+            kv_heads: 8,
+            kv_cache: None,
+            modules,
+            unasked: vec![],
+        }
     }
 
     #[test]

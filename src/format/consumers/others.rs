@@ -1,5 +1,8 @@
 //! AWQ, compressed-tensors and the `fp8` method.
 
+use std::collections::BTreeMap;
+
+use super::gptq::MARLIN_GROUPS;
 use super::{Complaint, Complaints, FUSED, Module, Plan};
 use crate::format::compressed::Form;
 use crate::format::layout::{InputsKind, Tile};
@@ -10,7 +13,21 @@ use crate::scheme::{GroupSize, Scheme};
 pub struct Awq {
     /// Group sizes; `None` for any.
     pub groups: Option<&'static [i32]>,
+    pub kernels: AwqKernels,
 }
+
+/// What the kernels ask of a linear, of all its parts together where an engine joins them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum AwqKernels {
+    /// Nothing beside whole groups and words.
+    Any,
+    /// Marlin takes its group sizes, and shapes off its tiles if it `pads` them; all else goes to the plain kernel.
+    MarlinOrPlain { pads: bool },
+}
+
+/// The plain kernel: outputs, and columns of a group, are multiples of these.
+const PLAIN_OUTPUTS: usize = 64;
+const PLAIN_GROUP: usize = 32;
 
 /// How compressed-tensors is read.
 #[derive(Debug, PartialEq)]
@@ -69,7 +86,7 @@ fn quantized(plan: &Plan) -> impl Iterator<Item = (&Module, Scheme)> {
     plan.modules.iter().filter_map(|module| Some((module, module.scheme?)))
 }
 
-pub fn awq(rules: &Awq, plan: &Plan) -> Vec<Complaint> {
+pub fn awq(rules: &Awq, fuses: bool, plan: &Plan) -> Vec<Complaint> {
     let mut out = Complaints::default();
     for (module, Scheme { bits, group_size, .. }) in quantized(plan) {
         if bits != 4 {
@@ -83,7 +100,58 @@ pub fn awq(rules: &Awq, plan: &Plan) -> Vec<Complaint> {
             out.add(format!("{} outputs do not fill 32-bit words; skip the module", module.rows), module);
         }
     }
+    if let AwqKernels::MarlinOrPlain { pads } = rules.kernels {
+        for parts in joined(plan, fuses) {
+            if let Some(why) = plain_kernel(&parts, pads) {
+                parts.iter().for_each(|module| out.add(why.clone(), module));
+            }
+        }
+    }
     out.0
+}
+
+/// What the plain kernel has against a linear that it gets.
+fn plain_kernel(parts: &[&Module], pads: bool) -> Option<String> {
+    let [first, ..] = parts else { return None };
+    let Scheme { group_size, .. } = first.scheme?;
+    let (rows, cols) = (parts.iter().map(|part| part.rows).sum::<usize>(), first.cols);
+    let on_tiles = rows.is_multiple_of(64) && cols.is_multiple_of(128);
+    if MARLIN_GROUPS.is_some_and(|sizes| sizes.contains(&group_size.raw())) && (pads || on_tiles) {
+        return None;
+    }
+    let (group, together) = (group_size.columns(cols), if parts.len() > 1 { "joined " } else { "" });
+    if !rows.is_multiple_of(PLAIN_OUTPUTS) {
+        return Some(format!(
+            "its plain AWQ kernel takes multiples of {PLAIN_OUTPUTS} outputs, not {rows} {together}ones"
+        ));
+    }
+    if !group.is_multiple_of(PLAIN_GROUP) || !rows.is_multiple_of(group) {
+        return Some(format!(
+            "its plain AWQ kernel takes groups that are multiples of {PLAIN_GROUP} and divide the outputs, not groups of \
+             {group} with {rows} {together}outputs"
+        ));
+    }
+    None
+}
+
+/// Quantized linears as engines have them: those that they join together, if they join any, where all parts are there.
+fn joined(plan: &Plan, fuses: bool) -> Vec<Vec<&Module>> {
+    let by_name: BTreeMap<&str, &Module> = quantized(plan).map(|(module, _)| (&*module.name, module)).collect();
+    let mut out: Vec<Vec<&Module>> = Vec::new();
+    for (module, _) in quantized(plan) {
+        let set = FUSED.iter().filter(|_| fuses).find_map(|parts| {
+            let (parent, part) = parts.iter().find_map(|part| Some((module.name.strip_suffix(part)?, part)))?;
+            let all: Option<Vec<&Module>> =
+                parts.iter().map(|part| by_name.get(&*format!("{parent}{part}")).copied()).collect();
+            Some((part == &parts[0], all?))
+        });
+        match set {
+            Some((true, all)) => out.push(all),
+            Some((false, _)) => {}
+            None => out.push(vec![module]),
+        }
+    }
+    out
 }
 
 fn whole_groups(out: &mut Complaints, module: &Module, size: GroupSize) {
@@ -200,7 +268,15 @@ mod tests {
             cols,
             scheme,
         });
-        Plan { scheme: scheme(8, -1, true), kind, heads: 8, kv_heads: 8, kv_cache: None, modules: modules.collect() }
+        Plan {
+            scheme: scheme(8, -1, true),
+            kind,
+            heads: 8,
+            kv_heads: 8,
+            kv_cache: None,
+            modules: modules.collect(),
+            unasked: vec![],
+        }
     }
 
     /// Columns: vllm-0.33, vllm-0.10, sglang-0.5, transformers-5, gptqmodel-7.
@@ -212,11 +288,28 @@ mod tests {
     #[test]
     fn awq() {
         let down = |rows, cols, scheme| plan(Kind::Awq, &[("mlp.down_proj", rows, cols, Some(scheme))]);
-        assert_eq!(taken(&down(1000, 1024, scheme(4, 128, false))), [true; 5]);
-        assert_eq!(taken(&down(1000, 1024, scheme(4, 256, false))), [true, true, true, false, false]);
+        assert_eq!(taken(&down(1024, 1024, scheme(4, 128, false))), [true; 5]);
+        assert_eq!(taken(&down(1024, 1024, scheme(4, 256, false))), [true, true, true, false, false]);
+        // Off the tiles of Marlin: padded by the newer vLLM, the older one's plain kernel wants multiples of 64 outputs.
+        assert_eq!(taken(&down(1000, 1024, scheme(4, 128, false))), [true, false, true, true, true]);
+        assert_eq!(taken(&down(1000, 1024, scheme(4, 256, false))), [false, false, true, false, false]);
+        assert_eq!(taken(&down(1024, 1024, scheme(4, 16, false))), [false, false, true, true, true]);
         assert_eq!(taken(&down(1000, 1040, scheme(4, 128, false))), [false; 5]);
         assert_eq!(taken(&down(1004, 1024, scheme(4, 128, false))), [false; 5]);
         // Zero points are there for all, so that parts of a joined linear may differ in them, not in being there.
+        // The joined linear is what counts: 32 and 32 outputs make 64.
+        let gated = |rows, group| {
+            let up = Some(scheme(4, group, false));
+            plan(Kind::Awq, &[("mlp.gate_proj", rows, 64, up), ("mlp.up_proj", rows, 64, up)])
+        };
+        assert_eq!(taken(&gated(32, 64)), [true; 5]);
+        assert_eq!(taken(&gated(16, 64)), [true, false, true, true, true]);
+        let refused = check(parse("vllm-0.10").unwrap(), &gated(16, 64));
+        assert_eq!(refused[0].modules.len(), 2);
+        assert!(refused[0].why.contains("multiples of 64 outputs, not 32 joined ones"), "{refused:?}");
+        let mut alone = gated(32, 64);
+        alone.modules[1].scheme = None;
+        assert!(check(parse("vllm-0.10").unwrap(), &alone).iter().any(|refusal| refusal.why.contains("not 32 ones")));
         let parts = |q, k| {
             let linears = [("self_attn.q_proj", q), ("self_attn.k_proj", k), ("self_attn.v_proj", q)];
             plan(Kind::Awq, &linears.map(|(name, scheme)| (name, 64, 128, scheme)))

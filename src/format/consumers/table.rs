@@ -27,7 +27,7 @@ fn row(artifact: String, kind: Kind, scheme: Scheme) -> Row {
         cols: 1024,
         scheme: Some(scheme),
     });
-    let plan = Plan { scheme, kind, heads: 8, kv_heads: 8, kv_cache: None, modules: modules.to_vec() };
+    let plan = Plan { scheme, kind, heads: 8, kv_heads: 8, kv_cache: None, modules: modules.to_vec(), unasked: vec![] };
     let why = |refusals: Vec<super::Refusal>| refusals.into_iter().next().map(|refusal| refusal.why);
     let consumers = CONSUMERS.iter().map(|consumer| (consumer.title, why(check(consumer, &plan)))).collect();
     Row { artifact, consumers }

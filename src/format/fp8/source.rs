@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::write::names;
 use crate::checkpoint::{Checkpoint, JsonKeys, KeyError};
-use crate::format::config::Found;
+use crate::format::config::{Found, Unfit};
 use crate::format::consumers::Kind;
 use crate::format::float8::{self, Names};
 use crate::format::layout::{InputsKind, Tile};
@@ -23,14 +23,14 @@ struct Settings {
 
 /// Opens a folder whose config says `fp8`.
 pub fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, FormatError> {
-    let settings = parse(&found.value).map_err(|why| FormatError::Config { path: found.path.clone(), why })?;
+    let settings = parse(&found.value).map_err(|why| why.of(found))?;
     let names = having(&checkpoint, "weight", &[Dtype::F8E4M3]);
     if names.is_empty() {
         return Err(nothing_quantized(found, "of F8_E4M3 ends in `.weight`"));
     }
     let left = left(&found.value).map_err(|why| FormatError::Config { path: found.path.clone(), why: why.into() })?;
     let warnings = left_out(&names, |name| is_left(name, &left));
-    let source = StoredSource::open(checkpoint, &names, |tensors| check(tensors, &settings))?;
+    let source = StoredSource::open(checkpoint, &found.method, &names, |tensors| check(tensors, &settings))?;
     let quantization =
         source.quantization(|found| (Kind::Fp8 { tile: found.shared, inputs: found.inputs }, Scheme::FLOAT8));
     Ok(Opened { method: Some("fp8"), source: Box::new(source), quantization, warnings })
@@ -48,13 +48,13 @@ fn is_left(name: &str, left: &[&str]) -> bool {
     left.iter().any(|part| name.strip_prefix(*part).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
 }
 
-fn parse(value: &Value) -> Result<Settings, String> {
+fn parse(value: &Value) -> Result<Settings, Unfit> {
     let keys = JsonKeys::of("", value);
     if let Some(other) = keys.text("fmt")?.filter(|fmt| !fmt.eq_ignore_ascii_case("e4m3")) {
-        return Err(format!("floats of 8 bits are `{other}`; only e4m3 is read"));
+        return Err(Unfit::Unread(format!("floats of 8 bits are `{other}`; only e4m3 is read")));
     }
     if let Some(other) = keys.text("scale_fmt")?.filter(|fmt| !["float", "ue8m0"].contains(fmt)) {
-        return Err(format!("scales are `{other}`; floats are read"));
+        return Err(Unfit::Unread(format!("scales are `{other}`; floats are read")));
     }
     let block = keys.sides("weight_block_size")?;
     let inputs = match (keys.text("activation_scheme")?.unwrap_or("dynamic").to_lowercase().as_str(), block) {
@@ -62,7 +62,9 @@ fn parse(value: &Value) -> Result<Settings, String> {
         ("dynamic", Some((_, width))) => InputsKind::Group(width),
         ("static", None) => InputsKind::Tensor,
         ("static", Some(_)) => return Err("blocks go with dynamic inputs; `activation_scheme` is static".into()),
-        (other, _) => return Err(format!("`activation_scheme` is `{other}`; dynamic and static are read")),
+        (other, _) => {
+            return Err(Unfit::Unread(format!("`activation_scheme` is `{other}`; dynamic and static are read")));
+        }
     };
     Ok(Settings { block, inputs })
 }
@@ -107,7 +109,7 @@ mod tests {
             (json!({"activation_scheme": "static", "weight_block_size": [128, 128]}), "dynamic inputs"),
             (json!({"activation_scheme": "none"}), "`none`"),
         ] {
-            let error = parse(&value).unwrap_err();
+            let error = parse(&value).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
     }

@@ -137,11 +137,8 @@ fn write_general(
     options: &Options,
 ) -> Result<(), CheckpointError> {
     card::write_sampling(metadata, &checkpoint.side("generation_config.json")?.keys())?;
-    let text_part = |name: &str| {
-        (name.starts_with(config.prefix) || name.ends_with("lm_head.weight")) && !name.ends_with(".rotary_emb.inv_freq")
-    };
     let counted = || {
-        let tensors = checkpoint.tensors().iter().filter(|(name, _)| text_part(name));
+        let tensors = checkpoint.tensors().iter().filter(|(name, _)| config.reads(name));
         let factors = rope_freqs(config).map_or(0, |f| f.len());
         tensors.map(|(_, entry)| entry.shape.iter().product::<usize>()).sum::<usize>() + factors
     };

@@ -6,6 +6,7 @@ use std::f64::consts::PI;
 use thiserror::Error;
 
 use crate::model::families::{FAMILIES, Family};
+use crate::model::presence::is_buffer;
 
 /// How one `general.architecture` stores a family.
 #[derive(Debug, PartialEq, Eq)]
@@ -15,14 +16,20 @@ pub struct Architecture {
     model_types: &'static [&'static str],
     /// Query and key rows are in the order of a rope that turns neighbours, not halves.
     pub interleaved: bool,
+    /// Linears whose biases llama.cpp loads. It refuses a file with a tensor that it does not load.
+    biases: &'static [&'static str],
 }
+
+// llama.cpp, src/llama-model.cpp: create_tensor_qkv; src/models/{llama,qwen2,qwen3,gemma3}.cpp: load_arch_tensors.
+const QKV: &[&str] = &["attn_q", "attn_k", "attn_v"];
+const ALL_LINEARS: &[&str] = &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"];
 
 /// Every architecture of the families that are run: one row each.
 pub const ARCHITECTURES: &[Architecture] = &[
-    Architecture { name: "llama", model_types: &["llama", "mistral"], interleaved: true },
-    Architecture { name: "qwen2", model_types: &["qwen2"], interleaved: false },
-    Architecture { name: "qwen3", model_types: &["qwen3"], interleaved: false },
-    Architecture { name: "gemma3", model_types: &["gemma3_text", "gemma3"], interleaved: false },
+    Architecture { name: "llama", model_types: &["llama", "mistral"], interleaved: true, biases: ALL_LINEARS },
+    Architecture { name: "qwen2", model_types: &["qwen2"], interleaved: false, biases: QKV },
+    Architecture { name: "qwen3", model_types: &["qwen3"], interleaved: false, biases: QKV },
+    Architecture { name: "gemma3", model_types: &["gemma3_text", "gemma3"], interleaved: false, biases: QKV },
 ];
 
 /// Why a tensor or a model has no place.
@@ -123,8 +130,7 @@ impl Architecture {
     /// The name in a file of a checkpoint's tensor; `None` for what files leave out: buffers that are computed, and
     /// parts of multimodal models that see or hear.
     pub fn to_gguf(&self, tensor: &str) -> Result<Option<String>, NameError> {
-        let buffers = [".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"];
-        if buffers.iter().any(|end| tensor.ends_with(end)) || OTHER_PARTS.iter().any(|part| tensor.starts_with(part)) {
+        if is_buffer(tensor) || OTHER_PARTS.iter().any(|part| tensor.starts_with(part)) {
             return Ok(None);
         }
         let unknown = || NameError::Tensor { tensor: tensor.into(), architecture: self.name };
@@ -165,6 +171,23 @@ impl Architecture {
             },
         };
         if matches!(kind, "weight" | "bias") { Ok(Some(named)) } else { Err(unknown()) }
+    }
+
+    /// Why llama.cpp would refuse a file with these tensors, named as in a file: it takes fewer biases than are stored.
+    pub fn refused_biases<'a>(&self, tensors: impl IntoIterator<Item = &'a str>) -> Option<String> {
+        let taken = |tensor: &&str| {
+            let linear = tensor.strip_suffix(".bias").and_then(|module| module.rsplit('.').next());
+            linear.is_none_or(|linear| self.biases.contains(&linear))
+        };
+        let mut refused = tensors.into_iter().filter(|tensor| !taken(tensor));
+        let first = refused.next()?;
+        Some(format!(
+            "for the architecture `{}` llama.cpp takes biases of {} only, and refuses a file with others: {} (first \
+             `{first}`)",
+            self.name,
+            self.biases.join(", "),
+            1 + refused.count()
+        ))
     }
 
     /// What is done to the values of a tensor, named as in a file, on the way there; the inverse on the way back.

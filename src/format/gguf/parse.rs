@@ -15,10 +15,21 @@ pub struct Part {
     pub version: u32,
     pub metadata: Metadata,
     pub tensors: Vec<Tensor>,
+    /// The first tensor whose data the file does not hold to the end; such tensors have no bytes.
+    pub cut: Option<Problem>,
 }
 
 /// Reads one file from its bytes.
 pub fn parse(file: Bytes) -> Result<Part, Problem> {
+    let mut part = parse_headers(file)?;
+    match part.cut.take() {
+        None => Ok(part),
+        Some(cut) => Err(cut),
+    }
+}
+
+/// Reads one file from its bytes, which may end anywhere after the list of tensors.
+pub fn parse_headers(file: Bytes) -> Result<Part, Problem> {
     let mut cursor = Cursor { bytes: &file, at: 0 };
     let magic = &file[..file.len().min(4)];
     if magic != MAGIC {
@@ -64,8 +75,8 @@ pub fn parse(file: Bytes) -> Result<Part, Problem> {
         tensors.push(tensor);
     }
     let start = (cursor.at as u64).next_multiple_of(alignment);
-    let tensors = place(&file, start, alignment, tensors)?;
-    Ok(Part { version, metadata, tensors })
+    let (tensors, cut) = place(&file, start, alignment, tensors)?;
+    Ok(Part { version, metadata, tensors, cut })
 }
 
 fn alignment(metadata: &Metadata) -> Result<u64, Problem> {
@@ -87,12 +98,17 @@ struct Listed<'a> {
 }
 
 /// Finds the data, which must follow each other without gap or overlap, as llama.cpp demands.
-fn place(file: &Bytes, start: u64, alignment: u64, listed: Vec<Listed>) -> Result<Vec<Tensor>, Problem> {
-    let mut wanted = 0u64;
+fn place(
+    file: &Bytes,
+    start: u64,
+    alignment: u64,
+    listed: Vec<Listed>,
+) -> Result<(Vec<Tensor>, Option<Problem>), Problem> {
+    let (mut wanted, mut first_cut) = (0u64, None);
     let mut tensors = Vec::with_capacity(listed.len());
     for Listed { name, kind, shape, bytes, offset } in listed {
         if offset != wanted {
-            return Err(Problem::Offset { tensor: name.into(), found: offset, wanted });
+            return Err(first_cut.unwrap_or(Problem::Offset { tensor: name.into(), found: offset, wanted }));
         }
         let cut = || Problem::Truncated {
             what: format!("tensor `{name}`"),
@@ -100,13 +116,18 @@ fn place(file: &Bytes, start: u64, alignment: u64, listed: Vec<Listed>) -> Resul
             end: file.len() as u64,
         };
         let end = start.checked_add(offset).and_then(|at| at.checked_add(bytes));
-        let end = end.filter(|end| *end <= file.len() as u64).ok_or_else(cut)?;
-        let data = slice(file, (end - bytes) as usize, end as usize);
+        let data = match end.filter(|end| *end <= file.len() as u64) {
+            Some(end) => slice(file, (end - bytes) as usize, end as usize),
+            None => {
+                first_cut.get_or_insert_with(cut);
+                Vec::new().into()
+            }
+        };
         tensors.push(Tensor { name: name.into(), kind, shape, offset, bytes: data });
         // The padding after the last tensor may be missing.
-        wanted = (offset + bytes).next_multiple_of(alignment);
+        wanted = offset.saturating_add(bytes).checked_next_multiple_of(alignment).unwrap_or(u64::MAX);
     }
-    Ok(tensors)
+    Ok((tensors, first_cut))
 }
 
 fn slice(file: &Bytes, from: usize, to: usize) -> Bytes {

@@ -9,6 +9,11 @@ use serde_json::{Value as Json, json};
 use thiserror::Error;
 
 use super::fingerprints::FINGERPRINTS;
+use crate::model::splits::{
+    ANY_LETTERS, ANY_PUNCTUATION, CASED, CASED_CONTRACTIONS, CHINESE_AND_KANA, DIGIT_TRIPLES, EAST_ASIAN, LETTERS,
+    LINE_ENDS, PUNCTUATION, THREE_DIGITS, TRAILING_SPACE, WORDS_ONE_DIGIT, WORDS_OR_SYMBOLS, WORDS_THREE_DIGITS,
+    WORDS_WITH_MARKS, listed,
+};
 use crate::model::tokenizer::text_sha256;
 
 /// A way of cutting text.
@@ -24,91 +29,31 @@ struct Way {
     aliases: &'static [&'static str],
 }
 
-macro_rules! contractions {
-    () => {
-        "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-    };
-}
-macro_rules! words {
-    ($digits:literal) => {
-        concat!(
-            "split ",
-            contractions!(),
-            r"|[^\r\n\p{L}\p{N}]?\p{L}+|",
-            $digits,
-            r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        )
-    };
-}
-macro_rules! cased {
-    ($after:expr, $digits:literal) => {
-        concat!(
-            r"split [^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-            $after,
-            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-            $after,
-            "|",
-            $digits,
-            r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        )
-    };
-}
-
-/// Letters of scripts with case, as DeepSeek spells them out.
-const LETTERS: &str = concat!(
-    "split ",
-    "\\s?[A-Za-z\u{b5}\u{c0}-\u{d6}\u{d8}-\u{f6}\u{f8}-\u{1ba}\u{1bc}-\u{1bf}\u{1c4}-\u{293}\u{295}-\u{2af}",
-    "\u{370}-\u{373}\u{376}\u{377}\u{37b}-\u{37d}\u{37f}\u{386}\u{388}-\u{38a}\u{38c}\u{38e}-\u{3a1}\u{3a3}-",
-    "\u{3f5}\u{3f7}-\u{481}\u{48a}-\u{52f}\u{531}-\u{556}\u{10a0}-\u{10c5}\u{13a0}-\u{13f5}\u{13f8}-\u{13fd}",
-    "\u{1c90}-\u{1cba}\u{1cbd}-\u{1cbf}\u{1d00}-\u{1d2b}\u{1d6b}-\u{1d77}\u{1d79}-\u{1d9a}\u{1e00}-\u{1f15}",
-    "\u{1f18}-\u{1f1d}\u{1f20}-\u{1f45}\u{1f48}-\u{1f4d}\u{1f50}-\u{1f57}\u{1f59}\u{1f5b}\u{1f5d}\u{1f5f}-",
-    "\u{1f7d}\u{1f80}-\u{1fb4}\u{1fb6}-\u{1fbc}\u{1fbe}\u{1fc2}-\u{1fc4}\u{1fc6}-\u{1fcc}\u{1fd0}-\u{1fd3}",
-    "\u{1fd6}-\u{1fdb}\u{1fe0}-\u{1fec}\u{1ff2}-\u{1ff4}\u{1ff6}-\u{1ffc}\u{2102}\u{2107}\u{210a}-\u{2113}",
-    "\u{2115}\u{2119}-\u{211d}\u{2124}\u{2126}\u{2128}\u{212a}-\u{212d}\u{212f}-\u{2134}\u{2139}\u{213c}-",
-    "\u{213f}\u{2145}-\u{2149}\u{214e}\u{2183}\u{2184}\u{2c00}-\u{2c7b}\u{2c7e}-\u{2ce4}\u{2ceb}-\u{2cee}",
-    "\u{2cf2}\u{2cf3}\u{a640}-\u{a66d}\u{a680}-\u{a69b}\u{a722}-\u{a76f}\u{a771}-\u{a787}\u{a78b}-\u{a78e}",
-    "\u{ab70}-\u{abbf}\u{fb00}-\u{fb06}\u{fb13}-\u{fb17}\u{ff21}-\u{ff3a}\u{ff41}-\u{ff5a}\u{10400}-\u{1044f}",
-    "\u{104b0}-\u{104d3}\u{104d8}-\u{104fb}\u{10c80}-\u{10cb2}\u{10cc0}-\u{10cf2}\u{118a0}-\u{118df}\u{1e900}",
-    "-\u{1e943}]+",
-);
-
 const PLAIN: Way = Way { name: "", steps: &[], ignore_merges: None, adds_bos: false, aliases: &[] };
 
 /// Known ways. Of two with the same steps the first whose `ignore_merges` agrees counts.
 const WAYS: &[Way] = &[
     Way {
         name: "llama-bpe",
-        steps: &[words!(r"\p{N}{1,3}"), "bytes"],
+        steps: &[WORDS_THREE_DIGITS, "bytes"],
         ignore_merges: Some(true),
         adds_bos: true,
         aliases: &["llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "glm4"],
     },
     Way {
         name: "dbrx",
-        steps: &[words!(r"\p{N}{1,3}"), "bytes"],
+        steps: &[WORDS_THREE_DIGITS, "bytes"],
         ignore_merges: Some(false),
         aliases: &["smaug-bpe", "chatglm-bpe"],
         ..PLAIN
     },
     Way {
         name: "qwen2",
-        steps: &[words!(r"\p{N}"), "bytes"],
+        steps: &[WORDS_ONE_DIGIT, "bytes"],
         aliases: &["deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "kormo", "f2llmv2", "grok-2"],
         ..PLAIN
     },
-    Way {
-        name: "qwen35",
-        steps: &[
-            concat!(
-                "split ",
-                contractions!(),
-                r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
-                r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-            ),
-            "bytes",
-        ],
-        ..PLAIN
-    },
+    Way { name: "qwen35", steps: &[WORDS_WITH_MARKS, "bytes"], ..PLAIN },
     Way {
         name: "gpt-2",
         steps: &["words and bytes"],
@@ -138,50 +83,30 @@ const WAYS: &[Way] = &[
         aliases: &["starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"],
         ..PLAIN
     },
-    Way { name: "tekken", steps: &[cased!("", r"\p{N}"), "bytes"], ignore_merges: Some(true), adds_bos: true, ..PLAIN },
+    Way { name: "tekken", steps: &[CASED, "bytes"], ignore_merges: Some(true), adds_bos: true, ..PLAIN },
     Way {
         name: "gpt-4o",
-        steps: &[cased!(concat!(contractions!(), "?"), r"\p{N}{1,3}"), "bytes"],
+        steps: &[CASED_CONTRACTIONS, "bytes"],
         aliases: &["llama4", "kanana2", "talkie", "minimax-m2"],
         ..PLAIN
     },
     Way {
         name: "deepseek-llm",
-        steps: &[
-            r"split [\r\n]",
-            LETTERS,
-            "split \\s?[!-/:-~！-／：-～‘-‟\u{3000}-。]+",
-            r"split \s+$",
-            "split [一-龥ࠀ-一가-퟿]+",
-            "each digit",
-            "bytes",
-        ],
+        steps: &[LINE_ENDS, LETTERS, PUNCTUATION, TRAILING_SPACE, EAST_ASIAN, "each digit", "bytes"],
         ..PLAIN
     },
     Way {
         name: "deepseek-coder",
-        steps: &[
-            r"split [\r\n]",
-            r"split \s?\p{L}+",
-            r"split \s?\p{P}+",
-            "split [一-龥ࠀ-一가-퟿]+",
-            "each digit",
-            "bytes",
-        ],
+        steps: &[LINE_ENDS, ANY_LETTERS, ANY_PUNCTUATION, EAST_ASIAN, "each digit", "bytes"],
         ..PLAIN
     },
     Way {
         name: "deepseek-v3",
-        steps: &[
-            r"split \p{N}{1,3}",
-            "split [一-龥\u{3040}-ゟ゠-ヿ]+",
-            r##"split [!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##,
-            "bytes",
-        ],
+        steps: &[THREE_DIGITS, CHINESE_AND_KANA, WORDS_OR_SYMBOLS, "bytes"],
         aliases: &["hunyuan-dense", "joyai-llm", "hy_v4"],
         ..PLAIN
     },
-    Way { name: "falcon", steps: &["punctuation", "words and bytes", "digits", "split [0-9][0-9][0-9]"], ..PLAIN },
+    Way { name: "falcon", steps: &["punctuation", "words and bytes", "digits", DIGIT_TRIPLES], ..PLAIN },
 ];
 
 /// The text whose token ids, with special tokens, are fingerprinted; the same in llama.cpp's converter.
@@ -287,7 +212,7 @@ fn steps(pre: &Json) -> Vec<String> {
             let isolates =
                 behavior == "Isolated" && !flag("invert", false) || behavior == "Removed" && flag("invert", false);
             match regex.filter(|_| isolates) {
-                Some(regex) => vec![format!("split {}", regex.replace('\r', r"\r").replace('\n', r"\n"))],
+                Some(regex) => vec![listed(regex)],
                 None => vec![format!("split by {} ({behavior})", pre.get("pattern").unwrap_or(&Json::Null))],
             }
         }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-use super::parse::{Part, parse};
+use super::parse::{Part, parse_headers};
 use super::value::{Metadata, MetadataError};
 use super::{MAX_DIMS, MAX_NAME, parse_part_name, part_name};
 use crate::checkpoint;
@@ -107,6 +107,7 @@ pub struct Tensor {
     pub shape: Vec<usize>,
     /// Where the data begin, from the start of the data of its part.
     pub offset: u64,
+    /// Nothing where the file ends before them; see [`GgufFile::salvage`].
     pub bytes: Bytes,
 }
 
@@ -123,6 +124,17 @@ impl Tensor {
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Bytes that it takes by its header.
+    pub fn stored_bytes(&self) -> u64 {
+        let rows = if self.cols() == 0 { 0 } else { self.len() / self.cols() };
+        self.kind.row_bytes(self.cols()).map_or(0, |row| row as u64 * rows as u64)
+    }
+
+    /// Whether the file holds its data.
+    pub fn is_whole(&self) -> bool {
+        self.bytes.len() as u64 == self.stored_bytes()
     }
 }
 
@@ -141,11 +153,23 @@ impl GgufFile {
     /// Opens a file, or all parts of a split model by its first. The keys about the split are taken out of the
     /// metadata, since what is opened is whole.
     pub fn open(path: &Path) -> Result<Self, ReadError> {
+        let (file, damage) = Self::salvage(path)?;
+        match damage.into_iter().next() {
+            None => Ok(file),
+            Some(error) => Err(error),
+        }
+    }
+
+    /// What the headers say, with all that [`GgufFile::open`] refuses: data that are cut off, and parts that are
+    /// missing or damaged. An error where not even the header of the first part can be read.
+    pub fn salvage(path: &Path) -> Result<(Self, Vec<ReadError>), ReadError> {
         let first = open_part(path)?;
         let fail = |problem| ReadError { path: path.into(), problem };
+        let mut damage = Vec::new();
         let split = first.split().map_err(|e| fail(e.into()))?;
         let mut parts = vec![path.to_path_buf()];
         let mut tensors = first.tensors;
+        damage.extend(first.cut.map(fail));
         if let Some(split) = split {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let parsed = parse_part_name(&name);
@@ -159,20 +183,27 @@ impl GgufFile {
                     .ok_or_else(|| fail(Problem::PartName { count: split.count }))?;
                 for number in 2..=count {
                     let path = path.with_file_name(part_name(prefix, number, count));
-                    tensors.extend(further_part(&path, number as u64, split.count)?.tensors);
-                    parts.push(path);
+                    match further_part(&path, number as u64, split.count) {
+                        Ok(part) => {
+                            tensors.extend(part.tensors);
+                            damage.extend(part.cut.map(|problem| ReadError { path: path.clone(), problem }));
+                            parts.push(path);
+                        }
+                        Err(error) => damage.push(error),
+                    }
                 }
             }
             let found = tensors.len() as u64;
-            if let Some(wanted) = split.tensors.filter(|wanted| *wanted != found) {
-                return Err(fail(Problem::PartTensors { found, wanted }));
+            if let Some(wanted) = split.tensors.filter(|wanted| *wanted != found && damage.is_empty()) {
+                damage.push(fail(Problem::PartTensors { found, wanted }));
             }
         }
         let mut metadata = first.metadata;
         if split.is_some() {
             metadata.retain(|key| !key.starts_with("split."));
         }
-        Self::of_parts(path, first.version, metadata, tensors, parts).map_err(fail)
+        let file = Self::of_parts(path, first.version, metadata, tensors, parts).map_err(fail)?;
+        Ok((file, damage))
     }
 
     fn of_parts(
@@ -224,7 +255,7 @@ fn open_part(path: &Path) -> Result<Part, ReadError> {
     let fail = |problem| ReadError { path: path.into(), problem };
     let map = checkpoint::map(path).map_err(|e| fail(e.into()))?;
     let len = map.len();
-    parse(Bytes::Mapped(map, 0..len)).map_err(fail)
+    parse_headers(Bytes::Mapped(map, 0..len)).map_err(fail)
 }
 
 /// Opens part `number` (from 1), which must say that it is that part.

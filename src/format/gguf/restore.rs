@@ -10,6 +10,7 @@ use super::pretokenizer::PreTokenizerError;
 use super::restore_tokenizer;
 use super::value::{Metadata, MetadataError, Text, Value};
 use super::{ends, readme};
+use crate::model::families;
 
 /// More than any model has.
 const MAX_LAYERS: usize = 10_000;
@@ -206,11 +207,17 @@ fn config(metadata: &Metadata, tensors: Tensors) -> Result<Map<String, Json>, Re
     set("tie_word_embeddings", (!has("output.weight")).into());
     let activation = arch.family()?.defaults.activation;
     set(if activation == "silu" { "hidden_act" } else { "hidden_activation" }, activation.into());
-    if model_type == "llama" {
-        set("attention_bias", has("blk.0.attn_q.bias").into());
-        set("mlp_bias", has("blk.0.ffn_gate.bias").into());
-    } else if arch.name == "qwen3" {
-        set("attention_bias", has("blk.0.attn_q.bias").into());
+    // A key asks for the biases of all its linears; others count all the same, since they are there.
+    let biased = |names: &[&str]| (0..layers).all(|i| names.iter().all(|name| has(&format!("blk.{i}.{name}.bias"))));
+    for (key, names) in [
+        ("attention_bias", &["attn_q", "attn_k", "attn_v", "attn_output"][..]),
+        ("mlp_bias", &["ffn_gate", "ffn_up", "ffn_down"]),
+    ] {
+        let read = families::find(model_type, None).is_ok_and(|family| family.bias_keys.contains(&key));
+        // Gemma's configs leave a false one out.
+        if read && (biased(names) || arch.name != "gemma3") {
+            set(key, biased(names).into());
+        }
     }
     rope(&keys, tensors, head_dim, &mut set)?;
     attention(&keys, layers, window, [hidden, heads, head_dim], &mut set)?;

@@ -44,13 +44,21 @@ pub struct GgufSource {
 impl GgufSource {
     /// Opens a file, or a split model by its first part.
     pub fn open(path: &Path) -> Result<Self, GgufError> {
-        let file = GgufFile::open(path)?;
+        Self::of(path, &GgufFile::open(path)?)
+    }
+
+    /// The model of a file, its data aside where the file is cut off: config and shapes are those of the headers.
+    pub fn outline(path: &Path, file: &GgufFile) -> Result<Checkpoint, GgufError> {
+        Ok(Self::of(path, file)?.checkpoint)
+    }
+
+    fn of(path: &Path, file: &GgufFile) -> Result<Self, GgufError> {
         let metadata = file.metadata();
         let name = |why| GgufError::Name { path: path.into(), why };
         let broken = |why| GgufError::Metadata { path: path.into(), why };
         let text: &str = metadata.need("general.architecture").map_err(broken)?;
         let architecture = Architecture::parse(text).map_err(name)?;
-        let factors = file.tensor(ROPE_FACTORS).map(decoded);
+        let factors = file.tensor(ROPE_FACTORS).filter(|tensor| tensor.is_whole()).map(decoded);
         let tensors = Tensors { has: &|name| file.tensor(name).is_some(), rope_freqs: factors.as_deref() };
         let files = restore::files(metadata, tensors).map_err(|why| GgufError::Restore { path: path.into(), why })?;
         let heads = head_sizes(&files.config);
@@ -132,6 +140,10 @@ fn head_sizes(config: &Json) -> usize {
 /// Type and bytes of a tensor as a checkpoint has them. Vectors become plain floats; matrices keep their blocks.
 fn as_checkpoint(tensor: &Tensor, change: Change, head_dim: usize) -> (Dtype, Bytes) {
     let plain = float(tensor.kind);
+    if !tensor.is_whole() {
+        let vector = if tensor.shape.len() == 1 { Dtype::F32 } else { Dtype::Blocks };
+        return (plain.unwrap_or(vector), tensor.bytes.clone());
+    }
     if change == Change::PlusOne || (tensor.shape.len() == 1 && plain.is_none()) {
         let mut values = decoded(tensor);
         if change == Change::PlusOne {

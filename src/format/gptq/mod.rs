@@ -6,6 +6,7 @@ mod source;
 mod write;
 
 pub use layout::GptqLayout;
+pub(super) use settings::Settings;
 pub use source::{GptqSource, Stored, ZeroPoints};
 pub(super) use write::rule_json;
 pub use write::{GptqConfig, Rule, linear_specs, linear_tensors};

@@ -3,9 +3,9 @@
 use regex::Regex;
 use serde_json::Value;
 
-use crate::checkpoint::{JsonKeys, KeyError, whole};
+use crate::checkpoint::{JsonKeys, whole};
 use crate::format::FormatError;
-use crate::format::config::{Found, group_size};
+use crate::format::config::{Found, Unfit, group_size};
 use crate::pack::gptq::Version;
 use crate::scheme::{GroupSize, Scheme};
 
@@ -29,7 +29,7 @@ struct Rule {
 
 impl Settings {
     pub fn parse(found: &Found) -> Result<Self, FormatError> {
-        parse(&found.value).map_err(|why| FormatError::Config { path: found.path.clone(), why })
+        parse(&found.value).map_err(|why| why.of(found))
     }
 
     /// The scheme of `module`; `None` if a rule leaves it in floating point.
@@ -41,7 +41,7 @@ impl Settings {
     }
 }
 
-fn parse(value: &Value) -> Result<Settings, String> {
+fn parse(value: &Value) -> Result<Settings, Unfit> {
     let base = Scheme { bits: 0, group_size: GroupSize::CHANNEL, sym: true };
     let keys = JsonKeys::of("", value);
     for key in ["bits", "group_size"] {
@@ -60,14 +60,14 @@ fn parse(value: &Value) -> Result<Settings, String> {
     let version = match label {
         None => Version::V1,
         Some(name) => Version::parse(name)
-            .ok_or_else(|| format!("tensors are laid out as `{name}`; `gptq` and `gptq_v2` are read"))?,
+            .ok_or_else(|| Unfit::Unread(format!("tensors are laid out as `{name}`; `gptq` and `gptq_v2` are read")))?,
     };
     if keys.flag("is_marlin_format", false)? {
-        return Err("tensors are laid out for Marlin kernels; `gptq` and `gptq_v2` are read".into());
+        return Err(Unfit::Unread("tensors are laid out for Marlin kernels; `gptq` and `gptq_v2` are read".into()));
     }
     match keys.text("pack_dtype")? {
         None | Some("int32") => {}
-        Some(other) => return Err(format!("integers are packed into `{other}`; only int32 is read")),
+        Some(other) => return Err(Unfit::Unread(format!("integers are packed into `{other}`; only int32 is read"))),
     }
     let (mut rules, mut unreadable) = (vec![], vec![]);
     let dynamic = keys.object("dynamic")?;
@@ -94,8 +94,12 @@ fn parse(value: &Value) -> Result<Settings, String> {
 }
 
 /// `base` with the `bits`, `group_size` and `sym` that `keys` have.
-fn overridden(base: Scheme, keys: &JsonKeys) -> Result<Scheme, KeyError> {
+fn overridden(base: Scheme, keys: &JsonKeys) -> Result<Scheme, Unfit> {
     let mut scheme = base;
+    // GPTQModel packs these in planes.
+    if let Some(bits @ 5..=7) = keys.get("bits").and_then(whole) {
+        return Err(Unfit::Unread(format!("`bits` is {bits}; 2, 3, 4 and 8 are read")));
+    }
     let bits = |value: &Value| whole(value).filter(|bits| [2, 3, 4, 8].contains(bits)).map(|bits| bits as u8);
     if let Some(bits) = keys.read("bits", "2, 3, 4 and 8 are read", bits)? {
         scheme.bits = bits;
@@ -145,7 +149,7 @@ mod tests {
             (json!({"bits": 4, "group_size": 128, "pack_dtype": "int64"}), "`int64`"),
             (json!({"bits": 4, "group_size": 128, "is_marlin_format": true}), "Marlin"),
         ] {
-            let error = parse(&value).unwrap_err();
+            let error = parse(&value).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
         }
     }

@@ -64,6 +64,7 @@ impl GptqSource {
             base: self.base,
             schemes: self.modules.iter().map(|(name, stored)| (name.clone(), stored.scheme)).collect(),
             kv_cache: cache_scales(&self.checkpoint),
+            inputs: Vec::new(),
         })
     }
 
@@ -78,7 +79,9 @@ impl GptqSource {
             Ok(stored) => Ok((name.to_string(), stored)),
             Err(why) => Err(FormatError::Damaged { module: name.to_string(), dir: checkpoint.dir().into(), why }),
         };
-        let modules: BTreeMap<String, Stored> = names.par_iter().map(read).collect::<Result<_, _>>()?;
+        let read: Vec<Result<_, FormatError>> = names.par_iter().map(read).collect();
+        // Not collected in parallel: the first fault in order is reported, whichever thread finds one first.
+        let modules: BTreeMap<String, Stored> = read.into_iter().collect::<Result<_, _>>()?;
         let warnings = warnings(&modules, &settings);
         Ok(Self { checkpoint, base: settings.scheme, modules, warnings })
     }

@@ -333,6 +333,9 @@ pub fn provenance(report: &Report) -> Option<Section> {
         let hash = calibration.tokens_sha256.chars().take(12).collect::<String>();
         section.lead.push(format!("Calibrated on {}{tokens} (SHA-256 {hash}).", calibration.description));
     }
+    for reading in &report.artifact.inputs {
+        section.lead.push(format!("Inputs of the artifact's linears are rounded: {reading}."));
+    }
     let columns = [
         ("model", Column::Text),
         ("name", Column::Code),

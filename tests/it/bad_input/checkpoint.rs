@@ -29,7 +29,11 @@ fn no_such_folder() {
 fn no_weights() {
     let scene = Scene::tiny("llama");
     fs::rename(scene.path("model/model.safetensors"), scene.path("model/pytorch_model.bin")).unwrap();
-    unreadable(&scene, &["holds no safetensors weights", "pickled weights are not read"]);
+    let pickled = ["`model` is a folder of pickled PyTorch weights (`pytorch_model.bin`)", "`save_pretrained` writes"];
+    unreadable(&scene, &pickled);
+    // State of a training run is no model.
+    fs::rename(scene.path("model/pytorch_model.bin"), scene.path("model/training_args.bin")).unwrap();
+    unreadable(&scene, &["holds no safetensors weights"]);
 }
 
 #[test]
@@ -168,7 +172,7 @@ fn wrong_dtype() {
     let name = "model.layers.0.self_attn.k_proj.weight";
     for (dtype, size, word) in [
         (Dtype::I32, 4, "I32; wanted F32, F16 or BF16"),
-        (Dtype::F8_E5M2, 1, "F8_E5M2, which is not read"),
+        (Dtype::F8_E5M2, 1, "F8_E5M2; wanted F32, F16 or BF16"),
         (Dtype::F8_E4M3, 1, "F8_E4M3: nothing says how it is scaled"),
     ] {
         let scene = Scene::tiny("llama");

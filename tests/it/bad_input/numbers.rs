@@ -1,6 +1,9 @@
 //! Weights and activations that are no proper numbers, or too few of them.
 
+use std::fs;
+
 use half::f16;
+use serde_json::Value;
 
 use super::gptq;
 use crate::support::scene::{Scene, Stored};
@@ -134,4 +137,86 @@ fn artifacts_that_overflow() {
     scene.run(&["eval", "ppl", "model", "--text", "eval.txt"]).ok();
     let args = ["rtn", "model", "-o", "out", "--overwrite", "--bits", "2", "--group-size", "32", "--grid", "max-abs"];
     scene.fails(&[&args[..], &["--eval-text", "eval.txt"]].concat(), 1, &["`model.layers.1`", "not finite"]);
+}
+
+/// Logits so large that a token costs thousands of nats: each is finite, the perplexity is not.
+fn shouting(scene: &Scene) {
+    scene.edit_weights(|tensors| {
+        let norm = tensors.get_mut("model.norm.weight").unwrap();
+        let all = 0..norm.data.len() / 2;
+        set_f16(norm, all, 60_000.0);
+    });
+}
+
+#[test]
+fn infinite_perplexity_fails_every_measurement() {
+    let scene = Scene::tiny("llama");
+    let sound = scene.read("model/model.safetensors");
+    shouting(&scene);
+    let measured = |args: &[&str], words: &[&str]| {
+        let args = [args, &["--text", "eval.txt", "--window", "32", "--max-windows", "2"]].concat();
+        scene.run(&args).ended(1).says(words);
+        let ran = scene.run(&[&args[..], &["--json"]].concat()).ended(1).says(words);
+        ran.json()
+    };
+    let infinite = "the perplexity is infinite: a token costs";
+    let found = measured(&["eval", "ppl", "model"], &["`model`", infinite, "config.json does not describe them"]);
+    assert_eq!(found["perplexity"], Value::Null);
+    assert!(found["reason"].as_str().unwrap().contains("exp overflows beyond 709.7"), "{found}");
+    assert!(found["nll"].as_f64().unwrap() > 710.0, "{found}");
+    let found = measured(&["eval", "kv", "model", "--kv-cache-dtype", "f32"], &["with a cache of f16", infinite]);
+    assert_eq!(found["baseline_perplexity"], Value::Null);
+    assert!(found["reason"].as_str().unwrap().contains("infinite"), "{found}");
+
+    // A source that is broken itself is told from an artifact that is.
+    scene.fails(&gptq(&[]), 1, &["the source `model` itself: the perplexity is infinite", "--no-eval"]);
+    scene.tiny_run(&["rtn", "model", "-o", "out", "--no-eval"]).ok();
+    let kl = ["eval", "kl", "out", "--reference", "model"];
+    let found = measured(&kl, &["on eval.txt of the reference the perplexity is infinite"]);
+    let on = &found["corpora"][0];
+    assert_eq!((&on["perplexity"]["reference"], &on["perplexity"]["artifact"]), (&Value::Null, &Value::Null));
+    assert!(on["reason"].as_str().unwrap().starts_with("of the reference"), "{on}");
+    let validate = ["validate", "out", "--reference", "model", "--text", "eval.txt", "--window", "32"];
+    let validate =
+        [&validate[..], &["--max-windows", "2", "--skip", "modules,kv,spec,control", "--out", "report"]].concat();
+    scene.run(&validate).ended(1).says(&["finite", "of the reference the perplexity is infinite"]);
+
+    scene.write("model/model.safetensors", sound);
+    measured(&kl, &["on eval.txt of the artifact the perplexity is infinite", "the reference has"]);
+    fs::remove_dir_all(scene.path("report")).unwrap();
+    scene.run(&validate).ended(1).says(&["of the artifact the perplexity is infinite"]);
+}
+
+/// Few tokens leave a Hessian without full rank, and statistics to chance.
+#[test]
+fn calibration_on_a_handful_of_tokens_warns_once() {
+    let scene = Scene::tiny("llama");
+    let warned = |args: &[&str], words: &[&str]| {
+        let ran = scene.run(args).ok().says(words);
+        assert_eq!(ran.stderr.matches("warning: calibration sees").count(), 1, "{}", ran.stderr);
+    };
+    let short = ["--group-size", "32", "--calib", "calib.txt", "--nsamples", "2", "--seqlen", "32", "--no-eval"];
+    let hessian = ["calibration sees 64 tokens", "has 96 inputs", "rank of 64", "--nsamples"];
+    let statistics = ["calibration sees 64 tokens", "fewer than 4096", "--nsamples"];
+    warned(&[&["gptq", "model", "-o", "a"], &short[..]].concat(), &hessian);
+    warned(&[&["awq", "model", "-o", "b", "--points", "2"], &short[..]].concat(), &statistics);
+    warned(&[&["rtn", "model", "-o", "c", "--grid", "hessian"], &short[..]].concat(), &statistics);
+    warned(&[&["smoothquant", "model", "-o", "d", "--alpha", "0.5"], &short[2..]].concat(), &statistics);
+    warned(&[&["fp8", "model", "-o", "e", "--kv-cache", "fp8"], &short[2..]].concat(), &statistics);
+    warned(
+        &[&["fp8", "model", "-o", "f", "--rounding", "gptq", "--weights", "channel"], &short[2..]].concat(),
+        &hessian,
+    );
+    let chunks = ["--calib", "calib.txt", "--chunks", "1"];
+    let gguf = ["gguf", "model", "--type", "q8_0"];
+    warned(&[&gguf[..], &["-o", "g.gguf", "--imatrix", "auto"], &chunks].concat(), &["64 tokens", "more --chunks"]);
+    warned(&[&gguf[..], &["-o", "h.gguf", "--error-feedback"], &chunks].concat(), &["has 96 inputs", "rank of 64"]);
+    warned(&[&gguf[..], &["-o", "i.gguf", "--error-feedback", "--imatrix", "auto"], &chunks].concat(), &["rank of 64"]);
+    warned(&[&["imatrix", "model", "-o", "j.gguf"], &chunks[..]].concat(), &["64 tokens", "fewer than 4096"]);
+    let kv = ["eval", "kv", "model", "--kv-cache-dtype", "int8", "--text", "eval.txt", "--window", "32"];
+    warned(&[&kv[..], &["--max-windows", "1"]].concat(), &["fewer than 4096", "`--kv-cache fp8`"]);
+    let enough =
+        ["gptq", "model", "-o", "k", "--calib", "calib.txt", "--group-size", "32", "--nsamples", "64", "--no-eval"];
+    let ran = scene.run(&[&enough[..], &["--seqlen", "64"]].concat()).ok();
+    assert!(!ran.stderr.contains("calibration sees"), "{}", ran.stderr);
 }

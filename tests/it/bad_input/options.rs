@@ -1,7 +1,7 @@
 //! Options that cannot be, and options that do not fit the model.
 
 use super::gptq;
-use crate::support::scene::{Scene, TINY, tensors};
+use crate::support::scene::{Scene, TINY, tensors, tiny_args};
 
 /// clap's message is more than one line; it names the option and exits with 2.
 #[track_caller]
@@ -123,6 +123,49 @@ fn consumers() {
         &[&args[..], &["--rule", "down_proj=bits:3"]].concat(),
         &["vLLM 0.10: 3-bit symmetric", "down_proj` and 3 more"],
     );
+}
+
+/// With `--on-misfit skip` what the consumer would not load stays in floating point, together with what it joins it to.
+#[test]
+fn what_a_consumer_would_not_load_is_left_out() {
+    let scene = Scene::tiny("llama");
+    let loads = |folder: &str, title: &str| {
+        let found = scene.run(&["inspect", folder, "--json"]).ok().json();
+        let consumers = found["consumers"].as_array().unwrap().clone();
+        consumers.iter().find(|consumer| consumer["title"] == title).unwrap()["loads"] == true
+    };
+    let mixed = ["rtn", "model", "-o", "mixed", "--no-eval", "--rule", "q_proj=bits:8", "--for", "vllm-0.33"];
+    let joined = "vLLM 0.33: q_proj, k_proj, v_proj become one linear and must all have one scheme or none";
+    scene.refused(&tiny_args(&mixed), &[joined, "`--on-misfit skip` leaves such modules in floating point"]);
+    let left = scene.tiny_run(&[&mixed[..], &["--on-misfit", "skip"]].concat()).ok();
+    let left = left.says(&["left in floating point: ", joined, "`model.layers.0.self_attn.q_proj` and 5 more"]);
+    assert_eq!(left.stderr.matches("left in floating point").count(), 1, "{}", left.stderr);
+    let manifest = scene.json("mixed/quantkit.json");
+    let recorded = manifest["options"]["left_out"].as_object().unwrap();
+    assert_eq!(recorded.len(), 6);
+    assert_eq!(recorded["model.layers.1.self_attn.v_proj"], joined);
+    assert_eq!(manifest["modules"]["floating_point"].as_array().unwrap().len(), 6);
+    assert!(loads("mixed", "vLLM 0.33"));
+    // What plain rounding is to do for comparison leaves out the same.
+    let validate =
+        ["validate", "mixed", "--reference", "model", "--text", "eval.txt", "--window", "32", "--max-windows", "1"];
+    scene
+        .run(&[&validate[..], &["--skip", "modules", "--skip", "kv", "--skip", "spec", "--out", "report"]].concat())
+        .ok();
+
+    let awq = ["awq", "model", "-o", "awq", "--no-eval", "--points", "2", "--skip", "up_proj", "--for", "vllm-0.10"];
+    scene.refused(&tiny_args(&awq), &["gate_proj, up_proj become one linear", "--on-misfit skip"]);
+    scene.tiny_run(&[&awq[..], &["--on-misfit", "skip"]].concat()).ok().says(&["gate_proj, up_proj become one linear"]);
+    let config = scene.json("awq/config.json");
+    let names = config["quantization_config"]["modules_to_not_convert"].as_array().unwrap().clone();
+    for name in ["gate_proj", "up_proj", "gate_up_proj"] {
+        assert!(names.contains(&format!("model.layers.0.mlp.{name}").into()), "{name}: {names:?}");
+    }
+    assert!(loads("awq", "vLLM 0.10"));
+    // Nothing would be left.
+    let none =
+        ["rtn", "model", "-o", "none", "--no-eval", "--rule", ".=bits:3", "--for", "vllm-0.33", "--on-misfit", "skip"];
+    scene.refused(&tiny_args(&none), &["3-bit", "no module is left to quantize"]);
 }
 
 #[test]

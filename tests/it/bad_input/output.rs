@@ -193,3 +193,29 @@ fn the_disk_fills_up() {
     let left: Vec<String> = listing(&path).into_keys().filter(|name| !name.contains('/')).collect();
     assert_eq!(left, ["other", "out"]);
 }
+
+/// Files may have no more than some bytes: those of blocks and those of the artifact are written under other names first, and
+/// the user asked for none of these.
+#[cfg(unix)]
+#[test]
+fn errors_name_the_folder_that_was_asked_for() {
+    let scene = Scene::tiny("llama");
+    let weights = {
+        scene.tiny_run(&["rtn", "model", "-o", "out", "--no-eval"]).ok();
+        fs::metadata(scene.path("out/model.safetensors")).unwrap().len()
+    };
+    fs::remove_dir_all(scene.path("out")).unwrap();
+    let program = env!("CARGO_BIN_EXE_quantkit");
+    // In units of 512 bytes: less than a block, and a little less than the artifact.
+    for limit in [8, weights / 512 - 2] {
+        let run = format!("trap '' XFSZ; ulimit -f {limit}; exec {program} rtn model -o out --no-eval --group-size 32");
+        let done = Command::new("sh").args(["-c", &run]).current_dir(scene.root()).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(done.status.code(), Some(2), "{said}");
+        let error = said.lines().find(|line| line.starts_with("error: ")).unwrap();
+        assert!(error.contains("`out/"), "{error}");
+        assert!(!error.contains("partial") && !error.contains("quantkit-work"), "{error}");
+        assert!(!scene.path("out").exists());
+        let _ = fs::remove_dir_all(scene.path(".out.quantkit-work"));
+    }
+}

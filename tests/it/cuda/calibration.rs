@@ -85,7 +85,7 @@ fn calibrate(
 ) -> BTreeMap<String, Quantized> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("calib/demo/target");
     let model = Model::open(Box::new(DenseSource(Checkpoint::open(&dir).unwrap())), backend.clone()).unwrap();
-    let tokens = Tokenizer::load(model.checkpoint()).unwrap().encode(&Corpus::builtin().text()).unwrap();
+    let tokens = Tokenizer::load(model.checkpoint()).unwrap().encode(&Corpus::builtin().text().unwrap()).unwrap();
     let windows: Vec<Vec<u32>> = tokens.chunks(128).take(8).map(<[u32]>::to_vec).collect();
     let mut job = Job { backend, leader, results: BTreeMap::new() };
     run(&model, &windows, Course { true_sequential: true, drift, sample: None }, &mut job).unwrap();

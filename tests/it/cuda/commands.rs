@@ -1,6 +1,9 @@
 //! The commands on a CUDA device.
 
+use std::path::Path;
+
 use super::run;
+use crate::support::command::{Ran, command};
 use crate::support::emulator;
 use crate::support::scene::{Scene, tiny_args};
 
@@ -162,4 +165,48 @@ fn scaled_and_8_bit_artifacts() {
         let (host, device) = (on("cpu"), on("cuda:0"));
         assert!((device / host - 1.0).abs() < 1e-2, "{name}: {device} against {host}");
     }
+}
+
+/// cuBLAS of a version that does not fit, or that does not start with this driver, is passed over, wherever it is in the
+/// path; which one serves is in the records, and why one does not is said.
+#[test]
+fn only_a_cublas_that_fits() {
+    if emulator::on_gpu() {
+        return;
+    }
+    let scene = Scene::tiny("llama");
+    let folder = |name: &str| {
+        let path = scene.path(name);
+        std::fs::create_dir(&path).unwrap();
+        path
+    };
+    let (old, broken) = (folder("old"), folder("broken"));
+    // Any call but that for the version ends the process.
+    emulator::broken_cublas(&old.join("libcublas.so"), [11, 11, 3], true);
+    emulator::broken_cublas(&broken.join("libcublas.so.13"), [13, 1, 0], false);
+    let gptq = |out: &str, first: &Path, cublas: bool| {
+        let path = std::env::join_paths([first, &emulator::library_path(cublas)]).unwrap();
+        let args = tiny_args(&["gptq", "-o", out, "--no-eval", "--device", "cuda:0", "model"]);
+        let mut command = command(scene.root(), &args);
+        let ran = Ran::new(command.env("LD_LIBRARY_PATH", path).output().unwrap(), &args).ok();
+        (ran, scene.read(&format!("{out}/model.safetensors")))
+    };
+    let emulated = "device: cuda:0 (CPU emulator of CUDA (no GPU)); cuBLAS 13.0.0";
+    let why = "no cuBLAS: libcublas.so is version 11.11.3, and 12 or 13 is needed";
+    let (ran, with) = gptq("newer", &old, true);
+    ran.says(&[emulated]);
+    assert!(String::from_utf8(scene.read("newer/quantkit.json")).unwrap().contains("(no GPU), cuBLAS 13.0.0\""));
+    let (ran, without) = gptq("none", &old, false);
+    ran.says(&[why]);
+    assert!(String::from_utf8(scene.read("none/quantkit.json")).unwrap().contains("(no GPU)\""));
+    // The next one is tried.
+    let (ran, other) = gptq("next", &broken, true);
+    ran.says(&[emulated]);
+    assert!(other == with);
+    let (ran, other) = gptq("last", &broken, false);
+    ran.says(&["no cuBLAS: libcublas.so.13 13.1.0 does not start: CUBLAS_STATUS_NOT_INITIALIZED"]);
+    assert!(other == without);
+    let (ran, other) = gptq("plain", scene.root(), false);
+    ran.says(&["no cuBLAS: it is not installed"]);
+    assert!(other == without);
 }

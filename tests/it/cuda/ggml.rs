@@ -194,16 +194,16 @@ fn powers_of_two_may_be_subnormal() {
 #[test]
 fn recorded_products_are_the_same() {
     let backend = backend(Precision::Double, false);
+    let workspace = backend.workspace(1 << 20).unwrap();
     for kind in [GgmlType::Q4_K, GgmlType::Q6_K, GgmlType::Q8_0, GgmlType::IQ2_S, GgmlType::MXFP4] {
         let cols = columns(kind)[1];
         let matrix = backend.load(weight(kind, 33, cols, 3)).unwrap();
         for t in [1, 3, 5] {
             let x = backend.upload(t, cols, noise(t * cols, 1)).unwrap();
             let launched = backend.download(&backend.linear(&x, &matrix, None).unwrap()).unwrap();
-            assert!(backend.begin_recording().unwrap());
+            let recording = backend.begin_recording(&workspace).unwrap();
             let out = backend.linear(&x, &matrix, None);
-            let mut recording = backend.end_recording().unwrap();
-            let out = out.unwrap();
+            let (out, mut recording) = (out.unwrap(), recording.finish().unwrap());
             for _ in 0..2 {
                 recording.run().unwrap();
                 assert!(backend.download(&out).unwrap() == launched, "{kind}, {t} rows");

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use quantkit::backend::cpu::Cpu;
 use quantkit::backend::cuda::{Cuda, CudaOptions, Precision};
-use quantkit::backend::weight::{Dense, Gptq, Weight};
+use quantkit::backend::weight::{Dense, Gptq, Inputs, Weight};
 use quantkit::backend::{Backend, Sums};
+use quantkit::num::ggml::GgmlType;
 use quantkit::tensor::Dtype;
 
 use super::{cuda, noise};
@@ -53,20 +54,27 @@ pub(super) fn scattered(cols: usize, group: usize) -> Vec<u32> {
     (0..cols).map(|k| (k * 7 % cols / group) as u32).collect()
 }
 
+fn product(backend: &dyn Backend, weight: &Weight, x: &[f32], with_bias: bool) -> Vec<f32> {
+    let (rows, cols) = (weight.rows(), weight.cols());
+    let matrix = backend.load(weight.clone()).unwrap();
+    let t = x.len() / cols;
+    let x = backend.upload(t, cols, x.to_vec()).unwrap();
+    let bias = with_bias.then(|| backend.upload(1, rows, noise(rows, 2)).unwrap());
+    let out = backend.linear(&x, &matrix, bias.as_ref()).unwrap();
+    assert_eq!((out.rows, out.cols), (t, rows));
+    backend.download(&out).unwrap()
+}
+
 /// Holds products of `t` rows against the CPU's, entry by entry.
 fn check(backend: &Cuda, weight: &Weight, t: usize, with_bias: bool, ceiling: f64) {
+    check_of(backend, weight, &noise(t * weight.cols(), 1), with_bias, ceiling);
+}
+
+/// The same for the rows `x`.
+fn check_of(backend: &Cuda, weight: &Weight, x: &[f32], with_bias: bool, ceiling: f64) {
     let (rows, cols) = (weight.rows(), weight.cols());
-    let x = noise(t * cols, 1);
-    let bias = noise(rows, 2);
-    let run = |backend: &dyn Backend| {
-        let matrix = backend.load(weight.clone()).unwrap();
-        let x = backend.upload(t, cols, x.clone()).unwrap();
-        let bias = with_bias.then(|| backend.upload(1, rows, bias.clone()).unwrap());
-        let out = backend.linear(&x, &matrix, bias.as_ref()).unwrap();
-        assert_eq!((out.rows, out.cols), (t, rows));
-        backend.download(&out).unwrap()
-    };
-    let (want, got) = (run(&Cpu), run(backend));
+    let t = x.len() / cols;
+    let (want, got) = (product(&Cpu, weight, x, with_bias), product(backend, weight, x, with_bias));
     let length = |v: &[f32]| v.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
     let w = weight.to_f32();
     for r in 0..t {
@@ -159,6 +167,91 @@ fn large_activations() {
     let largest = want.iter().fold(0.0f32, |m, v| m.max(v.abs()));
     for (want, got) in want.iter().zip(&got) {
         assert!((want - got).abs() < 1e-4 * largest, "{got} for {want}");
+    }
+}
+
+/// Products of one sign over many columns, where sums are largest beside their terms and every cut of a sum shows (see
+/// `rounding`).
+#[test]
+fn sums_of_one_sign() {
+    let (cols, rows) = (4096, 33);
+    let Weight::Gptq(of_any_sign) = gptq(4, rows, natural(cols, cols)) else { unreachable!() };
+    let one_group = Weight::Gptq(Arc::new(Gptq { zeros: vec![0; rows], ..(*of_any_sign).clone() }));
+    let positive = |dtype| {
+        let values = noise(rows * cols, 11).into_iter().map(f32::abs);
+        let bytes: Vec<u8> = match dtype {
+            Dtype::F16 => values.flat_map(|v| f16::from_f32(v).to_le_bytes()).collect(),
+            _ => values.flat_map(f32::to_le_bytes).collect(),
+        };
+        Weight::Dense(Dense { rows, cols, dtype, bytes: bytes.into() })
+    };
+    for (cublas, ceiling) in [(false, 4e-6), (true, 1.5e-5)] {
+        let backend = backend(Precision::Double, cublas);
+        for weight in [positive(Dtype::F16), positive(Dtype::F32), one_group.clone()] {
+            let w = weight.to_f32();
+            for t in [33, 130] {
+                let x: Vec<f32> = noise(t * cols, 1).into_iter().map(f32::abs).collect();
+                let got = product(&*backend, &weight, &x, false);
+                for (i, got) in got.into_iter().enumerate() {
+                    let terms = x[i / rows * cols..][..cols].iter().zip(&w[i % rows * cols..][..cols]);
+                    let want: f64 = terms.map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
+                    let error = (f64::from(got) / want - 1.0).abs();
+                    assert!(error < ceiling, "{t} rows, cuBLAS {cublas}, at {i}: {got} for {want}, {error:e}");
+                }
+            }
+        }
+    }
+}
+
+/// Activations beyond both ends of f16, the type of prefill's planes. Decoding and prefill are as near the CPU as with other
+/// activations, and a row does not change the results of the others.
+#[test]
+fn activations_that_f16_does_not_hold() {
+    let weights = [
+        (dense(Dtype::F16, 33, 100), IN_F16),
+        (gptq(4, 96, natural(256, 64)), IN_F16),
+        (gptq(8, 33, scattered(160, 64)), IN_F16),
+        (super::ggml::weight(GgmlType::Q4_K, 33, 256, 5), IN_F16),
+        (super::eight_bits::int8(33, 100, Inputs::Float), IN_F16),
+        (super::eight_bits::fp8(33, 100, (1, 100), Inputs::Float), IN_F16),
+    ];
+    for (precision, cublas) in [(Precision::Single, false), (Precision::Single, true), (Precision::Double, false)] {
+        let backend = backend(precision, cublas);
+        for (weight, ceiling) in &weights {
+            let (cols, ceiling) = (weight.cols(), if precision == Precision::Double { AS_F32 } else { *ceiling });
+            for t in [1, 3, 33, 130] {
+                let plain = noise(t * cols, 1);
+                // An outlier channel, as inputs of down projections have them, in all rows and in some.
+                let mut large = plain.clone();
+                large.iter_mut().skip(5).step_by(cols).for_each(|x| *x = 1e5);
+                check_of(&backend, weight, &large, true, ceiling);
+                let mut mixed = plain.clone();
+                mixed[5] = -3e6;
+                check_of(&backend, weight, &mixed, true, ceiling);
+                let with = product(&*backend, weight, &mixed, true);
+                let without = product(&*backend, weight, &plain, true);
+                assert!(with[weight.rows()..] == without[weight.rows()..], "{t} rows: the first row changes others");
+                let small: Vec<f32> = plain.iter().map(|x| x * 1e-6).collect();
+                check_of(&backend, weight, &small, false, ceiling);
+            }
+        }
+    }
+}
+
+/// The results of a row with an infinite activation are infinite or NaN.
+#[test]
+fn infinity_is_not_a_large_number() {
+    for precision in [Precision::Single, Precision::Double] {
+        let backend = backend(precision, false);
+        for weight in [dense(Dtype::F16, 33, 100), gptq(4, 33, natural(96, 32))] {
+            for t in [2, 33, 130] {
+                let mut x = noise(t * weight.cols(), 1);
+                x[weight.cols() + 3] = f32::INFINITY;
+                for (i, v) in product(&*backend, &weight, &x, true).into_iter().enumerate() {
+                    assert_eq!(v.is_finite(), i / 33 != 1, "{precision:?}, {t} rows: {v} at {i}");
+                }
+            }
+        }
     }
 }
 

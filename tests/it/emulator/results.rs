@@ -5,7 +5,13 @@ use half::{bf16, f16};
 
 use super::*;
 
-pub const CASES: &[Case] = &[("computes", everything), ("no_cublas", no_cublas), ("speed", measure)];
+pub const CASES: &[Case] = &[
+    ("computes", everything),
+    ("no_cublas", no_cublas),
+    ("speed", measure),
+    ("ampere", || cut_sums([8.0, 0.0, 0.0, 0.0, 7.0])),
+    ("hopper", || cut_sums([8.0, 4.0, 4.0, 0.0, 11.0])),
+];
 
 /// Small numbers that look random.
 fn noise(n: usize, seed: u32) -> Vec<f32> {
@@ -148,6 +154,43 @@ fn tensor_cores() {
         .map(|at| (0..32).map(|k| (ia[at / 8 * 32 + k] as i8) as i32 * (ib[at % 8 * 32 + k] as i8) as i32).sum())
         .collect();
     assert_eq!(host::<i32>(d, 128), expected);
+}
+
+/// Sums of 16 equal products on top of 1: how far they are from 1, in units of f32 there (2^-23), for products of half a
+/// unit, 3/8, 1/4, less than that; then on top of nothing, the first product 1 and the others 3/4.
+fn cut_sums(expected: [f32; 5]) {
+    let gpu = Gpu::open(0);
+    let unit = f32::EPSILON;
+    let sum = |start: f32, first: f32, product: f32| {
+        // Powers of two apart, so that f16 holds both factors.
+        let factor = |size: f32| f16::from_f32(size * 4096.0).to_bits();
+        let mut a = vec![factor(product); 256];
+        a.iter_mut().step_by(16).for_each(|x| *x = factor(first));
+        let (da, db, d) = (device(&a), device(&[f16::from_f32(1.0 / 4096.0).to_bits(); 128]), device(&[start; 128]));
+        let status = gpu.launch("emu_mma_half", 1, 32, 0, &[Pointer(da), Pointer(db), Pointer(d)]);
+        assert_eq!(status, CUresult::CUDA_SUCCESS);
+        let got = host::<f32>(d, 128);
+        assert!(got.iter().all(|v| v.to_bits() == got[0].to_bits()));
+        got[0]
+    };
+    for (i, part) in [0.5, 0.375, 0.25, 0.124].into_iter().enumerate() {
+        let product = part * unit;
+        for sign in [1.0, -1.0] {
+            let got = sum(sign, sign * product, sign * product) * sign;
+            assert_eq!((got - 1.0) / unit, expected[i], "{part}");
+        }
+    }
+    assert_eq!((sum(0.0, 1.0, 0.75 * unit) - 1.0) / unit, expected[4]);
+    assert_eq!(sum(f32::INFINITY, 1.0, 1.0), f32::INFINITY);
+    assert!(sum(f32::NAN, 1.0, 1.0).is_nan());
+}
+
+/// What is known of the hardware: see `truncation.h`.
+#[test]
+fn tensor_cores_that_cut_sums() {
+    for device in ["ampere", "hopper"] {
+        in_child(device, &[("MMA", device)]);
+    }
 }
 
 #[test]

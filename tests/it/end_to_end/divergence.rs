@@ -78,7 +78,7 @@ fn fields() {
     let scene = rounded();
     let args = ["eval", "kl", "w4", "--text", "eval.txt", "--window", "64", "--max-windows", "12"];
     let whole = scene.run(&[&args[..], &["--reference", "model", "--json"]].concat()).ok().json();
-    let wanted = ["artifact", "method", "reference", "corpora", "device", "peak_rss_bytes"];
+    let wanted = ["artifact", "method", "format", "reference", "corpora", "device", "peak_rss_bytes"];
     assert_eq!(keys(&whole), BTreeSet::from(wanted));
     let got = alone(&whole);
     let wanted = [
@@ -102,8 +102,8 @@ fn fields() {
     assert_eq!(keys(&got["delta_p"]), BTreeSet::from(delta));
     let ratio = ["reference", "artifact", "ratio", "ratio_stderr", "log_ratio", "log_ratio_stderr"];
     assert_eq!(keys(&got["perplexity"]), BTreeSet::from(ratio));
-    let names = (&whole["artifact"], &whole["method"], &whole["reference"]);
-    assert_eq!(names, (&"w4".into(), &"gptq".into(), &"model".into()));
+    let names = (&whole["artifact"], &whole["method"], &whole["format"], &whole["reference"]);
+    assert_eq!(names, (&"w4".into(), &"rtn".into(), &"gptq".into(), &"model".into()));
     assert_eq!((&got["positions"], &got["windows"], &got["window"]), (&756.into(), &12.into(), &64.into()));
     assert_eq!((&got["convention"], &got["bos"], &whole["device"]), (&"gptq".into(), &"once".into(), &"cpu".into()));
     assert_eq!(got["corpus"], "eval.txt");

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::support::scene::{Scene, tensors};
 
-fn perplexity(scene: &Scene, model: &[&str]) -> f64 {
+pub fn perplexity(scene: &Scene, model: &[&str]) -> f64 {
     let args =
         [&["eval", "ppl"], model, &["--text", "eval.txt", "--window", "32", "--max-windows", "8", "--json"]].concat();
     scene.run(&args).ok().json()["perplexity"].as_f64().unwrap()
@@ -45,7 +45,7 @@ fn types_of_the_demo_checkpoint() {
 }
 
 /// Byte-level BPE without merges: the printable characters of ASCII and the line end.
-fn byte_level_tokenizer() -> String {
+pub fn byte_level_tokenizer() -> String {
     let mut vocab = serde_json::Map::new();
     let names = ["<s>".to_string(), "</s>".into(), "\u{120}".into(), "\u{10a}".into()];
     for name in names.into_iter().chain(('!'..='~').map(String::from)) {

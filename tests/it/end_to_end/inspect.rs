@@ -7,16 +7,19 @@ use serde_json::{Value, json};
 use crate::support::scene::Scene;
 
 /// The keys of the object, which programs rely on.
-const KEYS: [&str; 26] = [
+const KEYS: [&str; 29] = [
     "path",
     "format",
     "files",
     "bytes",
     "method",
+    "layout",
     "variant",
     "bits",
     "group_size",
     "symmetric",
+    "schemes",
+    "inputs",
     "parameters",
     "quantized_parameters",
     "bits_per_weight",
@@ -41,7 +44,7 @@ fn inspect(scene: &Scene, path: &str) -> Value {
     let before = scene.listing();
     let found = scene.run(&["inspect", path, "--json"]).ok().json();
     let keys: Vec<&String> = found.as_object().unwrap().keys().collect();
-    assert_eq!(keys, [&KEYS[..], &["warnings"]].concat());
+    assert_eq!(keys, [&KEYS[..], &["unread_tensors", "warnings"]].concat());
     let text = scene.run(&["inspect", path]).ok();
     assert!(text.stdout.contains("architecture"), "{}", text.stdout);
     assert_eq!(scene.listing(), before);
@@ -73,7 +76,17 @@ fn floats_artifact_and_gguf_of_one_model() {
 
     scene.tiny_run(&["rtn", "model", "--bits", "8", "-o", "w8", "--no-eval"]).ok();
     let artifact = inspect(&scene, "w8");
-    assert_eq!((&artifact["method"], &artifact["variant"]), (&json!("gptq"), &json!("gptq")));
+    let how = (&artifact["method"], &artifact["layout"], &artifact["variant"]);
+    assert_eq!(how, (&json!("rtn"), &json!("gptq"), &json!("gptq")));
+    let said = scene.run(&["inspect", "w8"]).ok().stdout;
+    assert!(said.contains("rtn, stored as gptq (gptq)"), "{said}");
+    // Another tool's artifact records no more than its form.
+    fs::remove_file(scene.path("w8/quantkit.json")).unwrap();
+    let foreign = inspect(&scene, "w8");
+    assert_eq!((&foreign["method"], &foreign["layout"]), (&json!("gptq"), &json!("gptq")));
+    let args = ["eval", "kl", "w8", "--reference", "model", "--text", "eval.txt", "--max-windows", "1", "--json"];
+    let compared = scene.run(&args).ok().json();
+    assert_eq!((&compared["method"], &compared["format"]), (&json!(null), &json!("gptq")));
     assert_eq!((&artifact["bits"], &artifact["group_size"]), (&json!(8), &json!(32)));
     assert_eq!(artifact["symmetric"], true);
     assert_eq!(artifact["parameters"], floats["parameters"]);
@@ -229,7 +242,8 @@ fn consumers_of_every_method() {
     // The tiny model's linears are below Marlin's tiles, which SGLang does not pad.
     let ct = ["gptq", "model", "--group-size", "32", "--format", "compressed-tensors", "--kv-cache", "fp8-per-head"];
     let packed = made("ct", &ct);
-    assert_eq!((&packed["method"], &packed["variant"]), (&json!("compressed-tensors"), &json!("pack-quantized")));
+    let how = (&packed["method"], &packed["layout"], &packed["variant"]);
+    assert_eq!(how, (&json!("gptq"), &json!("compressed-tensors"), &json!("pack-quantized")));
     assert_eq!(loads(&packed), [true, false, false, true, false], "{}", packed["consumers"]);
     let layers = &packed["architecture"]["layers"];
     assert_eq!((&packed["kv_cache"]["scales"], &packed["kv_cache"]["layers"]), (&json!("head"), layers));
@@ -239,9 +253,19 @@ fn consumers_of_every_method() {
     assert!(vllm.contains("cache scales of each head"), "{vllm}");
     let smooth = made("w8a8", &["smoothquant", "model", "--alpha", "0.5"]);
     assert_eq!(loads(&smooth), [true, true, true, true, false]);
+    // How inputs are rounded is on record: engines differ.
+    let by_token =
+        "8-bit integers, scale of each token: max|x| / 127.5, as in compressed-tensors (vLLM and SGLang: / 127)";
+    assert_eq!((&smooth["inputs"], &packed["inputs"]), (&json!([by_token]), &Value::Null));
+    let shown = scene.run(&["inspect", "w8a8"]).ok().stdout;
+    assert!(shown.contains("inputs         8-bit integers, scale of each token"), "{shown}");
+    let ppl = ["eval", "ppl", "w8a8", "--text", "eval.txt", "--max-windows", "1", "--json"];
+    let measured = scene.run(&ppl).ok().says(&["inputs of linears are rounded: 8-bit integers"]);
+    assert_eq!(measured.json()["inputs"], json!([by_token]));
     scene.run(&["fp8", "model", "--format", "fp8", "--weights", "tensor", "-o", "fp8", "--no-eval"]).ok();
     let fp8 = inspect(&scene, "fp8");
     assert_eq!((&fp8["bits"], loads(&fp8)), (&json!(8), vec![true, true, true, false, false]));
+    assert_eq!(fp8["inputs"], json!(["E4M3, scale of each token: max|x| / 448"]));
     assert_eq!(fp8["kv_cache"], Value::Null);
     scene.run(&["gguf", "--type", "Q8_0", "-o", "q8.gguf"]).ok();
     assert_eq!(inspect(&scene, "q8.gguf")["consumers"][0]["name"], "llama.cpp");
@@ -270,7 +294,6 @@ fn hashes_are_held_against_the_manifest() {
     scene.run(&["inspect", "w4"]).ok();
     let ran = scene.run(&["inspect", "w4", "--verify", "--json"]).ended(1).says(&["`model.safetensors` has SHA-256"]);
     assert!(ran.json()["verification"]["mismatches"][0].as_str().unwrap().contains("model.safetensors"));
-    scene.refused(&["inspect", "model", "--verify"], &["has no `quantkit.json`"]);
 }
 
 /// What is damaged is told, with all that can still be told.
@@ -306,7 +329,7 @@ fn damaged_folders() {
     let weights = scene.read("w4/model.safetensors");
     scene.write("w4/model.safetensors", &weights[..weights.len() - 100]);
     let ran = scene.run(&["inspect", "w4", "--json"]).ended(1).says(&["model.safetensors"]);
-    assert_eq!((&ran.json()["method"], &ran.json()["bits"]), (&json!("gptq"), &json!(4)));
+    assert_eq!((&ran.json()["method"], &ran.json()["bits"]), (&json!("rtn"), &json!(4)));
     scene.edit_weights(|tensors| {
         tensors.remove("model.norm.weight");
     });

@@ -347,7 +347,8 @@ fn chains_end_where_the_draft_does() {
 fn an_artifact_is_the_draft_of_its_source() {
     let scene = rounded();
     let found = spec(&scene, &["model", "--draft", "w4", "--temperature", "1"]);
-    assert_eq!((&found["target_method"], &found["draft_method"]), (&Value::Null, &"gptq".into()));
+    assert_eq!((&found["target_method"], &found["target_format"]), (&Value::Null, &Value::Null));
+    assert_eq!((&found["draft_method"], &found["draft_format"]), (&"rtn".into(), &"gptq".into()));
     let (alpha, rate) = (number(&found, "/text/alpha/mean"), number(&found, "/acceptance_rate"));
     assert!(alpha > 0.85 && rate > 0.75, "{found}");
     // Nothing is asked of sampled text but its distribution.

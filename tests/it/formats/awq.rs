@@ -99,6 +99,6 @@ fn hostile_artifacts_are_refused() {
         let (mut folder, _) = fresh();
         folder.quantization()[key] = value;
         let error = folder.damage();
-        assert!(error.contains(part) && error.contains("config.json"), "{error}");
+        assert!(error.contains(part), "{error}");
     }
 }

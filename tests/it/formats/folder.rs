@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fs;
+use std::path::Path;
 
 use half::f16;
 use quantkit::backend::weight::{Inputs, Weight};
@@ -92,12 +93,16 @@ impl Folder {
         &mut self.config["quantization_config"]
     }
 
-    pub fn open(&self) -> Result<Opened, FormatError> {
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("config.json"), pretty(&self.config)).unwrap();
+    pub fn write(&self, dir: &Path) {
+        fs::write(dir.join("config.json"), pretty(&self.config)).unwrap();
         let specs = self.tensors.values().map(|(spec, _)| spec.clone()).collect();
         let data = |spec: &TensorSpec| Ok::<_, Infallible>(self.tensors[&spec.name].1.clone());
-        write_sharded(dir.path(), specs, u64::MAX, data).unwrap();
+        write_sharded(dir, specs, u64::MAX, data).unwrap();
+    }
+
+    pub fn open(&self) -> Result<Opened, FormatError> {
+        let dir = tempfile::tempdir().unwrap();
+        self.write(dir.path());
         // The map keeps the file's contents after the folder is gone.
         quantkit::format::open(Checkpoint::open(dir.path()).unwrap())
     }

@@ -1,7 +1,7 @@
 //! Builds the CPU emulator of CUDA (`tests/cuda_emulator`) with the kernels of `kernels/` in it, and puts it in the
 //! place of the driver. With `QUANTKIT_TEST_GPU=1` the machine's own driver serves instead.
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_int, c_long};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, OnceLock};
@@ -21,7 +21,7 @@ const FAST: &[(&str, &[&str])] =
 /// Out-of-range indices of static arrays, misaligned vectors, and accesses to shared memory that no barrier orders; the
 /// emulator has the functions that the instrumentation calls.
 const CHECKED: &[&str] =
-    &["-fsanitize=bounds,alignment", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"];
+    &["-O1", "-fsanitize=bounds,alignment", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"];
 
 /// Whether the tests use the machine's GPU.
 pub fn on_gpu() -> bool {
@@ -67,6 +67,46 @@ pub fn last_report() -> String {
     }
 }
 
+/// Lets `count` allocations of device memory fail, the first of them the `first` from now on, from 1; making a graph
+/// executable is one too. They are those of the whole process.
+pub fn fail_allocations(first: usize, count: usize) {
+    // SAFETY: the function has this signature.
+    unsafe {
+        let fail = library().get::<unsafe extern "C" fn(c_long, c_long)>(b"emu_fail_allocations").unwrap();
+        fail(first as c_long, count as c_long);
+    }
+}
+
+/// Allocations of device memory since then.
+pub fn allocations() -> usize {
+    // SAFETY: the function has this signature.
+    unsafe { library().get::<unsafe extern "C" fn() -> c_long>(b"emu_allocations").unwrap()() as usize }
+}
+
+/// Bytes of the first device that are allocated.
+pub fn allocated() -> usize {
+    // SAFETY: the function has this signature.
+    unsafe { library().get::<unsafe extern "C" fn(c_int) -> usize>(b"emu_allocated").unwrap()(0) }
+}
+
+/// Writes a library that calls itself cuBLAS of a version and does not work: creating a handle fails, or where `traps`
+/// ends the process.
+pub fn broken_cublas(file: &Path, [major, minor, patch]: [u32; 3], traps: bool) {
+    let source = file.with_extension("cpp");
+    let create = if traps { "__builtin_trap();" } else { "return 1;" };
+    let text = format!(
+        "extern \"C\" int cublasGetProperty(int which, int* value) {{ \
+         return *value = which == 0 ? {major} : which == 1 ? {minor} : {patch}, 0; }}\n\
+         extern \"C\" int cublasCreate_v2(void**) {{ {create} }}\n\
+         extern \"C\" void cublasDestroy_v2() {{ __builtin_trap(); }}\n\
+         extern \"C\" void cublasSetStream_v2() {{ __builtin_trap(); }}\n\
+         extern \"C\" void cublasGemmEx() {{ __builtin_trap(); }}\n\
+         extern \"C\" void cublasSgemm_v2() {{ __builtin_trap(); }}\n"
+    );
+    write(&source, &text).unwrap();
+    output(compiler().args(["-shared", "-fPIC", "-o"]).arg(file).arg(&source)).unwrap();
+}
+
 /// Whether the kernels are to be built with checks of indices and alignment.
 fn checked() -> bool {
     env::var("QUANTKIT_EMULATOR_CHECKED").is_ok_and(|v| v == "1")
@@ -74,15 +114,17 @@ fn checked() -> bool {
 
 /// The loaded emulator; it stays for the life of the process.
 fn library() -> &'static Library {
-    static LOADED: OnceLock<(Library, Option<Library>)> = OnceLock::new();
+    static LOADED: OnceLock<(Library, Vec<Library>)> = OnceLock::new();
     let (driver, _) = LOADED.get_or_init(|| {
         let folder = library_path(true);
         // By absolute path; a later dlopen("libcuda.so") finds what is loaded by its soname.
         // SAFETY: the library's initialisers register kernels and do nothing else.
         let driver = unsafe { Library::new(folder.join("libcuda.so")) }.unwrap();
         let wanted = env::var("QUANTKIT_EMULATOR_CUBLAS").map_or(true, |v| v != "0");
-        // SAFETY: an empty library that depends on the one just loaded.
-        let cublas = wanted.then(|| unsafe { Library::new(folder.join("libcublas.so")) }.unwrap());
+        // By the names under which quantkit and cudarc look for it.
+        let names = if wanted { &["libcublas.so.13", "libcublas.so"][..] } else { &[] };
+        // SAFETY: empty libraries that depend on the one just loaded.
+        let cublas = names.iter().map(|name| unsafe { Library::new(folder.join(name)) }.unwrap()).collect();
         (driver, cublas)
     });
     driver
@@ -124,6 +166,9 @@ fn build(checked: bool) -> Result<PathBuf, String> {
     let work = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-emulator");
     fs::create_dir_all(work.join("objects")).map_err(|e| format!("{}: {e}", work.display()))?;
 
+    // Of several test processes one builds, and the others take what it made.
+    let lock = fs::File::create(work.join("lock")).map_err(|e| format!("{}: {e}", work.display()))?;
+    lock.lock().map_err(|e| format!("{}: {e}", work.display()))?;
     let objects = compile(&units, &common, &work.join("objects"))?;
     let mut all = Sha256::new();
     for object in &objects {
@@ -191,7 +236,7 @@ fn object(unit: &Unit, common: &Sha256, objects: &Path) -> Result<PathBuf, Strin
     if object.is_file() {
         return Ok(object);
     }
-    // Other test processes may build the same: each writes a file of its own and renames it.
+    // Written under another name first: a build that is interrupted leaves no half of an object.
     let scratch = objects.join(format!("{}-{}.cpp", unit.name, std::process::id()));
     let unfinished = scratch.with_extension("o");
     let mut source = &unit.source;
