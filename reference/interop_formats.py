@@ -23,7 +23,8 @@ the first window; the differences of a token's outputs are relative to their nor
 compares whole models window by window: mean, standard error and root mean square of the
 differences of the windows' mean log-likelihoods, in per cent of the perplexity.
 Convention: the whole text is tokenized once without special tokens, consecutive windows that do
-not overlap, every next token inside a window scored, summed in float64.
+not overlap, every next token inside a window scored, summed in float64. With quantkit: `eval ppl
+--window WINDOW --max-windows WINDOWS --bos none`.
 
 usage: interop_formats.py ARTIFACT --text FILE [--windows 16] [--window 512] [--only layout|consumer]
                           [--float-inputs] [--jitter N] [--like vllm] [--dequantize] [--kernel torch]

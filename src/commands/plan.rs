@@ -190,10 +190,10 @@ fn opened(dir: &Path, name: String, printer: Printer) -> Result<Found> {
     if format::is_file(dir) {
         // Sizes are in the headers; a file without its data will do.
         let (file, damage) = GgufFile::salvage(dir)?;
-        let checkpoint = GgufSource::outline(dir, &file)?;
+        let (checkpoint, mut warnings) = GgufSource::outline(dir, &file)?;
         let plain = checkpoint.tensors().values().all(|entry| entry.dtype != Dtype::Blocks);
         let stored = file.tensors().iter().map(Tensor::stored_bytes).sum();
-        let warnings = damage.iter().map(|error| format!("{error}; sizes are those of the headers")).collect();
+        warnings.extend(damage.iter().map(|error| format!("{error}; sizes are those of the headers")));
         return Ok(Found { name, checkpoint, plain, stored, warnings });
     }
     format::refuse_foreign(dir)?;

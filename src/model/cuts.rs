@@ -258,7 +258,9 @@ impl Cuts {
             if let Some(normalizer) = tokenizer.get_normalizer() {
                 normalizer.normalize(&mut normalized).map_err(|e| e.to_string())?;
             }
-            for text in [token.content.as_str(), normalized.get()] {
+            // A token is looked for in the text as it is, or in the normalized one.
+            let forms = if token.normalized { vec![normalized.get()] } else { vec![token.content.as_str()] };
+            for text in forms {
                 let chars: Vec<char> = text.chars().collect();
                 let (Some(&first), Some(&last)) = (chars.first(), chars.last()) else { continue };
                 if token.single_word && (is_space(first) || is_space(last)) {

@@ -93,7 +93,7 @@ impl fmt::Display for Unread {
             0 => {}
             more => write!(f, " and {more} more")?,
         }
-        self.layers.map_or(Ok(()), |layers| write!(f, "; the config has {layers} layers, the weights have more"))
+        self.layers.map_or(Ok(()), |layers| write!(f, "; the weights have more layers than the config ({layers})"))
     }
 }
 

@@ -215,7 +215,8 @@ fn lists() {
         assert!(names("families", "model_type").contains(&family.to_string()), "{family}");
     }
     assert!(names("consumers", "name").contains(&"vllm-0.33".to_string()));
-    assert_eq!(list["formats"], serde_json::json!(["gptq", "awq", "compressed-tensors", "fp8"]));
+    let formats = ["gptq", "awq", "compressed-tensors", "fp8", "auto-round", "modelopt"];
+    assert_eq!(list["formats"], serde_json::json!(formats));
     let text = scene.run(&["list"]).ok().stdout;
     for name in names("families", "model_type").into_iter().chain(names("consumers", "title")) {
         assert!(text.contains(&name), "{name}");

@@ -391,7 +391,7 @@ fn reads_end_anywhere() {
 fn lines_have_the_tokens_of_their_documents() {
     let tokenizer = tokenizer(&demo().to_string());
     let documents: Vec<String> =
-        (0..700).map(|i| if i == 300 { text("heldout.txt", 0, 60_000) } else { awkward(i, 20) }).collect();
+        (0..700).map(|i| if i == 3 { text("heldout.txt", 0, 140_000).repeat(4) } else { awkward(i, 20) }).collect();
     let lines: String = documents.iter().map(|text| format!("{}\n", json!({"text": text}))).collect();
     let (_dir, corpus) = file("a.jsonl", lines.as_bytes());
     assert_eq!(corpus.all_documents().unwrap(), documents);

@@ -261,7 +261,9 @@ fn the_values_decide_the_version() {
     let weight = quantized(32, 64, scheme(4, 32, true), false, 5);
     for (stored, labelled) in [(Version::V2, "gptq"), (Version::V1, "gptq_v2")] {
         let mut artifact = Artifact::new(&config(weight.scheme, stored, vec![]), &[(UP, &weight)]);
-        artifact.config["quantization_config"]["checkpoint_format"] = labelled.into();
+        for key in ["checkpoint_format", "format"] {
+            artifact.config["quantization_config"][key] = labelled.into();
+        }
         let opened = artifact.open().unwrap();
         assert_eq!(opened.source.linear(UP, 32, 64).unwrap().to_f32(), values(&weight));
         let [warning] = &opened.warnings[..] else { panic!("{:?}", opened.warnings) };

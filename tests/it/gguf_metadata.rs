@@ -1,5 +1,6 @@
 //! GGUF metadata against llama.cpp's converter (`reference/make_gguf_metadata.py`), key by key, and back again.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use quantkit::checkpoint::Checkpoint;
@@ -136,6 +137,8 @@ struct Case {
 
 const EQUAL: Case = Case { extra: &[], other: &[], warnings: &[] };
 const BPE: Case = Case { warnings: &["does not know this vocabulary"], ..EQUAL };
+/// The config names another end than the tokenizer, for which the converter has no key.
+const TWO_ENDS: Case = Case { extra: &["tokenizer.ggml.eom_token_id"], ..BPE };
 /// Windows in every other layer and a scale that llama.cpp does not have.
 const GEMMA: Case = Case {
     extra: &["gemma3.attention.sliding_window_pattern", "gemma3.attention.scale"],
@@ -204,8 +207,9 @@ fn and_back(dir: &Path, first: &Described) {
     }
     let ids = old.encode("the rest, and in it").unwrap();
     assert_eq!(new.decode(&ids, false).unwrap(), old.decode(&ids, false).unwrap());
-    // Further ends, which config.json may list, have no key.
     assert_eq!(new.eos().first(), old.eos().first());
+    let all = |tokenizer: &Tokenizer| tokenizer.eos().iter().copied().collect::<BTreeSet<u32>>();
+    assert_eq!(all(&new), all(&old));
 
     let second = describe(&again, &restored, &Options { file_type: F16, ..Options::default() }).unwrap();
     // What only model cards have does not come back, nor do flags that say what is so anyway.
@@ -243,7 +247,7 @@ cases! {
     llama EQUAL;
     // Scores that order pieces as the merges do, where the converter gives all the same one.
     llama_hf Case { other: &["tokenizer.ggml.scores"], ..EQUAL };
-    llama3 BPE;
+    llama3 Case { extra: &["tokenizer.ggml.eot_token_id"], ..BPE };
     llama_linear BPE;
     llama_yarn BPE;
     mistral Case {
@@ -251,11 +255,18 @@ cases! {
         warnings: &["limited to windows of 8 tokens", "does not know this vocabulary"],
         ..EQUAL
     };
-    qwen2 BPE;
-    qwen3 BPE;
-    qwen3_legacy BPE;
+    qwen2 TWO_ENDS;
+    qwen3 TWO_ENDS;
+    qwen3_legacy TWO_ENDS;
     gemma3_text GEMMA;
-    gemma3 GEMMA;
+    gemma3 Case {
+        extra: &[
+            "gemma3.attention.sliding_window_pattern",
+            "gemma3.attention.scale",
+            "tokenizer.ggml.eot_token_id",
+        ],
+        ..GEMMA
+    };
     smollm2 BPE;
 }
 

@@ -392,7 +392,7 @@ fn the_template_s_three_places() {
     let processor = file("chat_template.json", json!({"chat_template": "processor"}));
 
     assert_eq!(rendered(&[]).unwrap(), None);
-    assert_eq!(rendered(&[jinja.clone(), processor.clone()]).unwrap().as_deref(), Some(" jinja"));
+    assert_eq!(rendered(&[jinja.clone(), processor.clone()]).unwrap().as_deref(), Some("<|begin|> jinja"));
     // In two places it may be, if it is one; jinja drops a line end at the end.
     let same = config(json!("{{ bos_token }} jinja\n"));
     assert_eq!(rendered(&[jinja.clone(), same]).unwrap().as_deref(), Some("B jinja"));

@@ -171,7 +171,10 @@ fn file(path: &Path) -> Result<Facts> {
     if !facts.damage.is_empty() {
         // Of what its headers say of the model, nothing runs.
         match GgufSource::outline(path, &file) {
-            Ok(outline) => drop(facts.architecture(&outline)),
+            Ok((outline, warnings)) => {
+                facts.warnings.extend(warnings);
+                facts.architecture(&outline);
+            }
             Err(error) => facts.warnings.push(format!("it is no model that quantkit runs: {error}")),
         }
         facts.architecture.name = text(metadata, "general.architecture");

@@ -143,6 +143,7 @@ impl Run<'_> {
         let folder =
             if self.output.overwrite { OutputFolder::replace(&target)? } else { OutputFolder::create(&target)? };
         report_as(folder.path(), &target);
+        report_as(folder.target(), &target);
         let shards =
             plan_shards(artifact::specs(model, &modules, &*layout, self.method.kv_cache), self.max_shard_bytes());
         if self.output.overwrite {
@@ -172,7 +173,6 @@ impl Run<'_> {
         };
         let record = json!({"tool": env!("CARGO_PKG_VERSION"), "recipe": recipe, "source": source_files});
         let work::Found { work, resumed, removed } = Work::open(&target, &record, quantization.clone(), self.resume())?;
-        report_as(work.dir(), &target);
         if self.output.resume && !resumed {
             printer.note("--resume: no earlier run is there; starting from the first block");
         }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::checkpoint::Checkpoint;
+use crate::cli::print::report_as;
 use crate::format::atomic::{OutputFolder, lock, write_atomic};
 use crate::format::safetensors::TensorSpec;
 use crate::format::{self, pretty, safetensors};
@@ -86,6 +87,8 @@ pub enum Resume {
 
 /// The folder beside the output that holds finished blocks. It goes when it is dropped without any.
 pub struct Work {
+    /// The output that the blocks are for.
+    out: PathBuf,
     dir: PathBuf,
     quantization: Value,
     _lock: Option<File>,
@@ -152,8 +155,9 @@ impl Work {
             }
         }
         fs::create_dir_all(&dir).with_context(|| format!("cannot create `{}`", dir.display()))?;
-        let work = Self { _lock: take()?, dir, quantization };
+        let work = Self { _lock: take()?, out: out.into(), dir, quantization };
         if !resumed {
+            report_as(&record, out);
             write_atomic(&record, &pretty(job))?;
         }
         Ok(Found { work, resumed, removed })
@@ -190,6 +194,7 @@ impl Work {
     /// Stores block `index`: whole, or not at all.
     pub fn store(&self, index: usize, tensors: &[(TensorSpec, Bytes)], report: &BlockReport) -> Result<()> {
         let folder = OutputFolder::create(&self.block(index))?;
+        report_as(folder.path(), &self.out);
         let mut config = json!({});
         if !report.modules.is_empty() {
             config["quantization_config"] = self.quantization.clone();

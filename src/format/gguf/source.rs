@@ -47,9 +47,11 @@ impl GgufSource {
         Self::of(path, &GgufFile::open(path)?)
     }
 
-    /// The model of a file, its data aside where the file is cut off: config and shapes are those of the headers.
-    pub fn outline(path: &Path, file: &GgufFile) -> Result<Checkpoint, GgufError> {
-        Ok(Self::of(path, file)?.checkpoint)
+    /// The model of a file, its data aside where the file is cut off: config and shapes are those of the headers. With
+    /// it comes what is odd about the file, yet readable.
+    pub fn outline(path: &Path, file: &GgufFile) -> Result<(Checkpoint, Vec<String>), GgufError> {
+        let Self { checkpoint, warnings, .. } = Self::of(path, file)?;
+        Ok((checkpoint, warnings))
     }
 
     fn of(path: &Path, file: &GgufFile) -> Result<Self, GgufError> {

@@ -286,8 +286,11 @@ fn token_added_beyond_the_embedding() {
 fn quantized_already() {
     let scene = Scene::tiny("llama");
     scene.tiny_run(&["rtn", "model", "-o", "first", "--no-eval"]).ok();
-    scene.refused(&["gptq", "first", "-o", "out"], &["`first` is quantized already (by gptq)", "floating-point"]);
-    scene.refused(&["rtn", "first", "-o", "out"], &["`first` is quantized already (by gptq)"]);
+    scene.refused(
+        &["gptq", "first", "-o", "out"],
+        &["`first` is quantized already (rtn, stored as gptq)", "floating-point"],
+    );
+    scene.refused(&["rtn", "first", "-o", "out"], &["`first` is quantized already (rtn, stored as gptq)"]);
 }
 
 #[test]

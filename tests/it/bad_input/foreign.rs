@@ -12,8 +12,7 @@ use crate::support::scene::{Scene, Stored};
 fn refused_everywhere(scene: &Scene, model: &str, words: &[&str]) {
     for args in [
         &["eval", "ppl", model, "--text", "eval.txt"][..],
-        &["eval", "kl", model, "--text", "eval.txt"],
-        &["eval", "kl", "--reference", model, "--text", "eval.txt"],
+        &["eval", "kl", model, "--reference", model, "--text", "eval.txt"],
         &["eval", "kv", model, "--text", "eval.txt"],
         &["eval", "spec", model, "--draft", model, "--text", "eval.txt"],
         &["generate", model, "--prompt", "a"],

@@ -199,7 +199,7 @@ fn calibration_on_a_handful_of_tokens_warns_once() {
     let hessian = ["calibration sees 64 tokens", "has 96 inputs", "rank of 64", "--nsamples"];
     let statistics = ["calibration sees 64 tokens", "fewer than 4096", "--nsamples"];
     warned(&[&["gptq", "model", "-o", "a"], &short[..]].concat(), &hessian);
-    warned(&[&["awq", "model", "-o", "b", "--points", "2"], &short[..]].concat(), &statistics);
+    warned(&[&["awq", "model", "-o", "b", "--points", "3"], &short[..]].concat(), &statistics);
     warned(&[&["rtn", "model", "-o", "c", "--grid", "hessian"], &short[..]].concat(), &statistics);
     warned(&[&["smoothquant", "model", "-o", "d", "--alpha", "0.5"], &short[2..]].concat(), &statistics);
     warned(&[&["fp8", "model", "-o", "e", "--kv-cache", "fp8"], &short[2..]].concat(), &statistics);

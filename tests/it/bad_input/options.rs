@@ -153,7 +153,7 @@ fn what_a_consumer_would_not_load_is_left_out() {
         .run(&[&validate[..], &["--skip", "modules", "--skip", "kv", "--skip", "spec", "--out", "report"]].concat())
         .ok();
 
-    let awq = ["awq", "model", "-o", "awq", "--no-eval", "--points", "2", "--skip", "up_proj", "--for", "vllm-0.10"];
+    let awq = ["awq", "model", "-o", "awq", "--no-eval", "--points", "3", "--skip", "up_proj", "--for", "vllm-0.10"];
     scene.refused(&tiny_args(&awq), &["gate_proj, up_proj become one linear", "--on-misfit skip"]);
     scene.tiny_run(&[&awq[..], &["--on-misfit", "skip"]].concat()).ok().says(&["gate_proj, up_proj become one linear"]);
     let config = scene.json("awq/config.json");

@@ -293,17 +293,20 @@ fn races(kernel: &str, reads: bool) {
 #[test]
 fn the_checked_build_sees_races_for_shared_memory() {
     let planted = [
-        ("racy_reverse", "a write by thread 0 (warp 0) and this read of static shared memory"),
+        ("racy_reverse", "a read by thread 31 (warp 0) and this write of static shared memory"),
         ("race_write_write", "a write by thread 0 (warp 0) and this write of static shared memory"),
-        ("race_read_write", "a write by thread 0 (warp 0) and this read of static shared memory"),
-        ("race_bytes", "a write by thread 1 (warp 0) and this read of byte 1 of dynamic shared memory"),
-        ("race_in_warp", "a read by thread 1 (warp 0) and this write of byte 0 of dynamic shared memory"),
-        ("race_across_warps", "a write by thread 0 (warp 0) and this read of byte 0 of dynamic shared memory"),
-        ("race_atomic", "an atomic update by thread 0 (warp 0) and this read of static shared memory"),
-        ("race_copy_not_awaited", "an asynchronous copy under way by thread 0 (warp 0) and this read of byte 0 of"),
-        ("race_copy_without_barrier", "a write by thread 0 (warp 0) and this read of byte 0 of dynamic shared memory"),
-        ("race_ring", "a read by thread 0 (warp 0) and this write of byte 512 of dynamic shared memory"),
-        ("race_ldmatrix", "a write by thread 0 (warp 0) and this read of byte 0 of dynamic shared memory"),
+        ("race_read_write", "a write by thread 63 (warp 1) and this read of static shared memory"),
+        ("race_bytes", "a read by thread 63 (warp 1) and this write of byte 32 of dynamic shared memory"),
+        ("race_in_warp", "a read by thread 31 (warp 0) and this write of byte 120 of dynamic shared memory"),
+        ("race_across_warps", "a read by thread 0 (warp 0) and this write of byte 128 of dynamic shared memory"),
+        ("race_atomic", "a read by thread 63 (warp 1) and this atomic update of static shared memory"),
+        ("race_copy_not_awaited", "an asynchronous copy under way by thread 15 (warp 0) and this read of byte 252 of"),
+        (
+            "race_copy_without_barrier",
+            "a read by thread 0 (warp 0) and this write of byte 512 of dynamic shared memory",
+        ),
+        ("race_ring", "a write by thread 32 (warp 1) and this read of byte 512 of dynamic shared memory"),
+        ("race_ldmatrix", "a read by thread 0 (warp 0) and this write of byte 2 of dynamic shared memory"),
     ];
     for (case, words) in planted {
         reports(case, &[("CHECKED", "1")], &["race: no barrier orders", words, "kernel emu_rac"]);

@@ -145,12 +145,12 @@ fn quantized_sources() {
     scene
         .run(&["gguf", "w8", "--type", "Q8_0", "-o", "of-artifact.gguf"])
         .ok()
-        .says(&["is quantized already (by gptq)"]);
+        .says(&["is quantized already (rtn, stored as gptq)"]);
     scene.run(&["gguf", "--type", "Q6_K", "-o", "six.gguf"]).ok();
     scene
         .run(&["gguf", "six.gguf", "--type", "Q4_K_S", "-o", "of-gguf.gguf"])
         .ok()
-        .says(&["quantized already (by gguf)", "stays lost, and is rounded again"]);
+        .says(&["quantized already (stored as gguf)", "stays lost, and is rounded again"]);
     // What is only expanded is not rounded, unless a tensor is asked to be.
     let expand = ["gguf", "six.gguf", "--type", "F32", "--overwrite", "-o", "wide.gguf"];
     let said = scene.run(&expand).ok().says(&["what it lost stays lost"]);
@@ -238,7 +238,7 @@ fn what_is_refused() {
     scene.fails(&["gguf", "--overwrite", "-o", "x.gguf"], 2, &["`x.gguf` exists and is no GGUF file"]);
     scene.fails(&["gguf", "--overwrite", "-o", "tmp"], 2, &["`tmp` exists and is no GGUF file"]);
     scene.run(&["gguf", "--type", "Q8_0", "-o", "eight.gguf"]).ok();
-    scene.fails(&["gptq", "eight.gguf", "-o", "out"], 2, &["is quantized already (by gguf)"]);
+    scene.fails(&["gptq", "eight.gguf", "-o", "out"], 2, &["is quantized already (stored as gguf)"]);
     scene.fails(&["gguf", "eight.gguf", "--overwrite", "-o", "eight.gguf"], 2, &["`eight.gguf` is the source"]);
     scene.fails(&["convert", "calib.txt", "-o", "out"], 2, &["calib.txt"]);
     scene.run(&["convert", "eight.gguf", "--to", "onnx"]).ended(2).says(&["safetensors"]);

@@ -99,7 +99,7 @@ fn importance_of_some_tensors_is_named_and_counted() {
         &format!("has no importance for 14 of 28 tensors, which are encoded without: {names}"),
         "has importance for 2 tensors that this model lacks: `blk.97.attn_q.weight`, `output.weight`",
     ]);
-    let said = ["dataset \"text\"", "entries_count U32(14)", "chunks_count U32(7)"];
+    let said = ["dataset Text(\"text\")", "entries_count U32(14)", "chunks_count U32(7)"];
     assert_eq!(claims(&scene, "half.gguf"), said);
 
     // Only what weighs by importance counts: here eight tensors of the two blocks.

@@ -180,7 +180,7 @@ fn damage_has_one_exit_code() {
         let ran = scene.run(&[&["inspect"], args, &["--json"]].concat()).ended(1).says(&["is damaged", part]);
         let found = ran.json();
         let keys: Vec<&String> = found.as_object().unwrap().keys().collect();
-        assert_eq!(keys, [&KEYS[..], &["warnings"]].concat());
+        assert_eq!(keys, [&KEYS[..], &["unread_tensors", "warnings"]].concat());
         assert!(found["damage"].to_string().contains(part), "{}", found["damage"]);
         found
     };

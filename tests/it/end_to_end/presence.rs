@@ -16,9 +16,17 @@ const TABLE: &str = "model.embed_tokens.weight";
 const ATTENTION: [&str; 4] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"];
 const MLP: [&str; 3] = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
 
-/// Every quantizer, and every form in which one stores linears.
-const QUANTIZERS: [&[&str]; 5] =
-    [&["gptq"], &["awq"], &["smoothquant"], &["fp8"], &["rtn", "--bits", "8", "--format", "compressed-tensors"]];
+/// Every quantizer, with what it needs of the tiny models.
+const QUANTIZERS: [&[&str]; 5] = [
+    &["gptq", "model", "--group-size", "32", "--calib", "calib.txt", "--nsamples", "4", "--seqlen", "32"],
+    &["awq", "model", "--group-size", "32", "--calib", "calib.txt", "--nsamples", "4", "--seqlen", "32"],
+    &["smoothquant", "model", "--calib", "calib.txt", "--nsamples", "4", "--seqlen", "32"],
+    &["fp8", "model"],
+    &["rtn", "model", "--bits", "8", "--format", "compressed-tensors", "--group-size", "32"],
+];
+
+/// What they measure, two windows as [`own_of`] does.
+const MEASURED: [&str; 4] = ["--eval-text", "eval.txt", "--eval-windows", "2"];
 
 /// A family's model that becomes a GGUF file too.
 fn model(family: &str) -> Scene {
@@ -87,7 +95,7 @@ fn a_head_that_differs_is_the_head_everywhere() {
     let source = tensors(&scene.path("model/model.safetensors"));
     for (i, quantizer) in QUANTIZERS.iter().enumerate() {
         let out = format!("q{i}");
-        let ran = scene.tiny_run(&[quantizer, &["model", "-o", &out, "--json"][..]].concat()).ok().says(&said);
+        let ran = scene.run(&[quantizer, &["-o", &out, "--json"], &MEASURED[..]].concat()).ok().says(&said);
         near(number(&ran.json(), "/perplexity_before/perplexity"), own_of(&scene), quantizer[0]);
         // Said once, of the source: the artifact's config is right.
         assert_eq!(ran.stderr.matches(said[1]).count(), 1, "{}", ran.stderr);
@@ -202,8 +210,8 @@ fn biases_count_where_they_are() {
     let source = tensors(&scene.path("model/model.safetensors"));
     for (i, quantizer) in QUANTIZERS.iter().enumerate() {
         let out = format!("q{i}");
-        let args = [quantizer, &["model", "-o", &out, "--json"][..]].concat();
-        let ran = scene.tiny_run(&args).ok().says(&said).says(&["transformers 5: biases that config.json does not"]);
+        let args = [quantizer, &["-o", &out, "--json"], &MEASURED[..]].concat();
+        let ran = scene.run(&args).ok().says(&said).says(&["transformers 5: biases that config.json does not"]);
         near(number(&ran.json(), "/perplexity_before/perplexity"), own_of(&scene), quantizer[0]);
         let after = number(&ran.json(), "/perplexity_after/perplexity");
         assert!((after / own_of(&scene) - 1.0).abs() < 0.3, "{quantizer:?}: {after}");
@@ -260,7 +268,7 @@ fn no_bias_of_any_family_is_dropped() {
     add_biases(&scene, &[0], &all);
     let said = "for the architecture `qwen3` llama.cpp takes biases of attn_q, attn_k, attn_v only";
     let file = ["gguf", "model", "--type", "F16", "-o", "model.gguf"];
-    scene.run(&file).ok().says(&[said, "4 (first `blk.0.attn_output.bias`)"]);
+    scene.run(&file).ok().says(&[said, "4 (first `blk.0.ffn_down.bias`)"]);
     let facts = scene.run(&["inspect", "model.gguf", "--json"]).ok().json();
     assert_eq!(facts["consumers"][0]["loads"], false);
     assert!(facts["consumers"][0]["refusals"][0].as_str().unwrap().starts_with(said), "{facts}");
@@ -323,8 +331,8 @@ fn tensors_that_are_not_read_are_listed() {
     };
     for (i, quantizer) in QUANTIZERS.iter().enumerate() {
         let out = format!("q{i}");
-        let args = [quantizer, &["model", "-o", &out, "--no-eval", "--json"][..]].concat();
-        let ran = scene.tiny_run(&args).ok().says(&said);
+        let args = [quantizer, &["-o", &out, "--no-eval", "--json"][..]].concat();
+        let ran = scene.run(&args).ok().says(&said);
         listed(&ran.json(), "unread_tensors");
         assert_eq!(ran.stderr.matches("are not read").count(), 1, "{}", ran.stderr);
     }
