@@ -21,12 +21,8 @@ fn written(dir: &Path) -> BTreeSet<PathBuf> {
     listed.chain([PathBuf::from(manifest::FILE)]).collect()
 }
 
-/// What else `dir` holds, by paths inside it; nothing where there is no such folder. A folder is named as a whole unless
-/// it holds some of `written`.
+/// What else `dir` holds, by paths inside it. A folder is named as a whole unless it holds some of `written`.
 fn strangers(dir: &Path, written: &BTreeSet<PathBuf>) -> io::Result<Vec<PathBuf>> {
-    if fs::symlink_metadata(dir).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-        return Ok(vec![]);
-    }
     let (mut found, mut folders) = (Vec::new(), vec![PathBuf::new()]);
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(dir.join(&folder))? {
@@ -50,7 +46,7 @@ fn unreadable(path: &Path) -> impl Fn(io::Error) -> OutputError {
 
 /// Refuses files `names` of a new artifact that are in the way of files in `dir` which quantkit did not write.
 pub fn refuse_collisions<'a>(dir: &Path, names: impl IntoIterator<Item = &'a str>) -> Result<(), OutputError> {
-    if !dir.exists() {
+    if !dir.is_dir() {
         return Ok(());
     }
     let strangers = strangers(dir, &written(dir)).map_err(unreadable(dir))?;
