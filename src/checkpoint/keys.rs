@@ -10,9 +10,13 @@ use thiserror::Error;
 /// Characters of a value that messages show.
 const SHOWN: usize = 120;
 
-/// Why a key of a file cannot be read.
+/// Why a key of a file cannot be read. In a box: it is part of most other errors, and long.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum KeyError {
+#[error("{0}")]
+pub struct KeyError(Box<KeyFault>);
+
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+enum KeyFault {
     #[error("{}`{key}` is {found}; {wanted}", place(file))]
     Value { file: String, key: String, found: String, wanted: String },
     #[error("{}`{key}` is missing", place(file))]
@@ -22,6 +26,19 @@ pub enum KeyError {
         place(file)
     )]
     Contradiction { file: String, key: String, found: String, other: String, there: String },
+}
+
+impl From<KeyFault> for KeyError {
+    fn from(fault: KeyFault) -> Self {
+        Self(Box::new(fault))
+    }
+}
+
+impl KeyError {
+    /// A value `found` under `key` of `file` that is not what is `wanted`.
+    pub fn value(file: String, key: String, found: String, wanted: String) -> Self {
+        KeyFault::Value { file, key, found, wanted }.into()
+    }
 }
 
 fn place(file: &str) -> String {
@@ -78,23 +95,24 @@ impl<'a> JsonKeys<'a> {
     /// The complaint about a key that is there.
     pub fn bad(&self, key: &str, wanted: impl Into<String>) -> KeyError {
         let found = self.get(key).map_or_else(|| "missing".into(), shown);
-        KeyError::Value { file: self.file.clone(), key: format!("{}{key}", self.path), found, wanted: wanted.into() }
+        KeyError::value(self.file.clone(), format!("{}{key}", self.path), found, wanted.into())
     }
 
     pub fn missing(&self, key: &str) -> KeyError {
-        KeyError::Missing { file: self.file.clone(), key: format!("{}{key}", self.path) }
+        KeyFault::Missing { file: self.file.clone(), key: format!("{}{key}", self.path) }.into()
     }
 
     /// The complaint about two keys that say different things.
     pub fn contradiction(&self, key: &str, other: &JsonKeys, other_key: &str) -> KeyError {
         let found = |keys: &JsonKeys, key: &str| keys.get(key).map_or_else(|| "missing".into(), shown);
-        KeyError::Contradiction {
+        KeyFault::Contradiction {
             file: self.file.clone(),
             key: format!("{}{key}", self.path),
             found: found(self, key),
             other: format!("{}{other_key}", other.path),
             there: found(other, other_key),
         }
+        .into()
     }
 
     /// A value as `convert` takes it.

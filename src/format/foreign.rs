@@ -75,7 +75,9 @@ impl<'a> Signs<'a> {
             names.sort();
         } else if path.is_file() {
             names.push(path.file_name()?.to_str()?.into());
-            File::open(path).ok()?.read(&mut head).ok()?;
+            let mut first = Vec::new();
+            File::open(path).ok()?.take(head.len() as u64).read_to_end(&mut first).ok()?;
+            head[..first.len()].copy_from_slice(&first);
         } else {
             return None;
         }
@@ -150,7 +152,7 @@ fn merge(signs: &Signs) -> String {
 /// `params.json` and `consolidated.*`, as Mistral and Meta publish their models beside Hugging Face's layout.
 fn original(signs: &Signs) -> Option<String> {
     let weights = signs.like("consolidated", &[".safetensors", ".pth", ".pt", ".index.json"]);
-    if !signs.is_bare() || (weights.is_none() && !(signs.has("params.json") && !signs.has("config.json"))) {
+    if !signs.is_bare() || (weights.is_none() && (signs.has("config.json") || !signs.has("params.json"))) {
         return None;
     }
     let meta = weights.is_some_and(|name| !name.contains(".safetensors"));
@@ -257,8 +259,11 @@ fn folder_of(signs: &Signs) -> String {
     }
 }
 
+/// What a model folder is called, if it is of a kind.
+type Recognised = fn(&Checkpoint, Option<&Found>) -> Option<String>;
+
 /// Quantized model folders of a method that has no reader but is well known.
-const QUANTIZED: &[(fn(&Checkpoint, Option<&Found>) -> Option<String>, &str)] =
+const QUANTIZED: &[(Recognised, &str)] =
     &[(mlx, "give the model it was converted from, or make floats of it (`mlx_lm.convert --dequantize`)")];
 
 /// Refuses a model folder that is of one of these kinds.

@@ -202,7 +202,8 @@ mod tests {
     /// Every state in which a kill can leave a replacement becomes the old or the new artifact, with the user's files.
     #[test]
     fn interrupted_replacements_are_finished() {
-        let states: [(&str, fn(&Path, &Path, &Path)); 5] = [
+        type Step = fn(&Path, &Path, &Path);
+        let states: [(&str, Step); 5] = [
             // Before the folders change places: the new one has its second name.
             ("first", |_, aside, new| fs::rename(new, aside).unwrap()),
             // After that.

@@ -62,7 +62,7 @@ pub enum ChatError {
         files[0],
         files[1]
     )]
-    TwoTemplates { dir: PathBuf, name: String, files: [String; 2] },
+    TwoTemplates { dir: PathBuf, name: String, files: Box<[String; 2]> },
     #[error("the chat template in `{origin}` has {bytes} bytes; at most {TEMPLATE_BYTES} are read")]
     TooLong { origin: String, bytes: usize },
     #[error("the chat template in `{origin}` fails at line {line}: {why}")]

@@ -184,7 +184,7 @@ impl ModelConfig {
 
 fn bad(key: &str, found: &Value, wanted: &str) -> ConfigError {
     let (file, found) = ("config.json".into(), found.to_string());
-    KeyError::Value { file, key: key.into(), found, wanted: wanted.into() }.into()
+    KeyError::value(file, key.into(), found, wanted.into()).into()
 }
 
 fn known_activation(name: &str) -> Option<Activation> {

@@ -57,7 +57,7 @@ pub fn templates(checkpoint: &Checkpoint) -> Result<Vec<NamedTemplate>, ChatErro
                     return Err(ChatError::TwoTemplates {
                         dir: checkpoint.dir().into(),
                         name: template.name,
-                        files: [known.file.clone(), template.file],
+                        files: Box::new([known.file.clone(), template.file]),
                     });
                 }
                 Some(_) => {}

@@ -265,7 +265,7 @@ impl Run<'_> {
         };
         // Only what has passed gets the name, and takes the place of an older artifact.
         let phase = Instant::now();
-        artifact::refuse_changed(&self.output, folder.target())?;
+        artifact::refuse_changed(self.output, folder.target())?;
         folder.commit()?;
         work.remove()?;
         let writing = writing + phase.elapsed().as_secs_f64();
@@ -359,7 +359,7 @@ impl Run<'_> {
         }
         match (self.output.overwrite, artifact::is_ours(&target)) {
             (true, true) => {
-                artifact::refuse_changed(&self.output, &target)?;
+                artifact::refuse_changed(self.output, &target)?;
                 Ok(target)
             }
             // What a recipe's damaged artifact left; the rest of the folder stays.

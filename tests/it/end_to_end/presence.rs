@@ -95,7 +95,7 @@ fn a_head_that_differs_is_the_head_everywhere() {
     let source = tensors(&scene.path("model/model.safetensors"));
     for (i, quantizer) in QUANTIZERS.iter().enumerate() {
         let out = format!("q{i}");
-        let ran = scene.run(&[quantizer, &["-o", &out, "--json"], &MEASURED[..]].concat()).ok().says(&said);
+        let ran = scene.run(&[quantizer, &["-o", &out, "--json"][..], &MEASURED[..]].concat()).ok().says(&said);
         near(number(&ran.json(), "/perplexity_before/perplexity"), own_of(&scene), quantizer[0]);
         // Said once, of the source: the artifact's config is right.
         assert_eq!(ran.stderr.matches(said[1]).count(), 1, "{}", ran.stderr);
@@ -210,7 +210,7 @@ fn biases_count_where_they_are() {
     let source = tensors(&scene.path("model/model.safetensors"));
     for (i, quantizer) in QUANTIZERS.iter().enumerate() {
         let out = format!("q{i}");
-        let args = [quantizer, &["-o", &out, "--json"], &MEASURED[..]].concat();
+        let args = [quantizer, &["-o", &out, "--json"][..], &MEASURED[..]].concat();
         let ran = scene.run(&args).ok().says(&said).says(&["transformers 5: biases that config.json does not"]);
         near(number(&ran.json(), "/perplexity_before/perplexity"), own_of(&scene), quantizer[0]);
         let after = number(&ran.json(), "/perplexity_after/perplexity");
