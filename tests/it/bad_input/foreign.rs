@@ -63,7 +63,7 @@ fn mlx_folders() {
     let found = scene.run(&["inspect", "model", "--json"]).ok().json();
     assert_eq!((&found["method"], &found["bits"], &found["group_size"]), (&json!("mlx"), &json!(4), &json!(32)));
     assert_eq!((&found["runs"], &found["damage"]), (&json!(false), &json!([])));
-    assert_eq!(found["architecture"]["family"], "llama");
+    assert_eq!(found["architecture"]["family"], "Llama 1, 2, 3; SmolLM2");
     assert!(found["warnings"].to_string().contains(name), "{}", found["warnings"]);
     assert!(found["tensors"].as_array().unwrap().iter().any(|t| t["type"] == "U32"));
     // Modules otherwise, and another mode.
