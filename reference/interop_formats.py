@@ -57,7 +57,7 @@ def perplexity(model, windows, cache=None):
     return {"perplexity": math.exp(nll), "mean_nll": nll, "tokens_scored": count, "window_nlls": each}
 
 def difference(of, to):
-    """How far the windows of one reading are from those of another, in per cent of the perplexity."""
+    """The difference between two readings, window by window, in per cent of the perplexity."""
     d = 100 * (np.array(of["window_nlls"]) - np.array(to["window_nlls"]))
     error = d.std(ddof=1) / math.sqrt(d.size) if d.size > 1 else math.nan
     return {"mean": d.mean(), "standard_error": error, "root_mean_square": math.sqrt((d ** 2).mean())}

@@ -14,7 +14,7 @@ use crate::tensor::Dtype;
 
 /// A kind of folder or file.
 struct Kind {
-    /// Its name in words, with what it says of itself, where the signs are those of this kind.
+    /// Its name in words with its own details, if the signs match this kind.
     name: fn(&Signs) -> Option<String>,
     /// What to do next.
     advice: fn(&Signs) -> String,

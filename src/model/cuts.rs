@@ -319,7 +319,7 @@ pub struct TextEncoder<'a> {
     tokenizer: &'a Tokenizer,
     piece: usize,
     rest: String,
-    /// Bytes at the start of `rest` in which there is no cut.
+    /// Bytes at the start of `rest` without a cut.
     searched: usize,
 }
 

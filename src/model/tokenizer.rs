@@ -179,7 +179,7 @@ impl Tokenizer {
         self.bos
     }
 
-    /// The tokens that end a text. The tokenizer's own comes first, then those of `generation_config.json` and
+    /// The tokens that end a text. The tokenizer's own comes first, then the ones in `generation_config.json` and
     /// `config.json`, where chat models list several.
     pub fn eos(&self) -> &[u32] {
         &self.eos
@@ -256,7 +256,7 @@ impl SpecialIds {
     }
 }
 
-/// The tokens that end a text, each once: the tokenizer's own, then those of `generation_config.json` and
+/// The tokens that end a text, each once: the tokenizer's own, then the ones in `generation_config.json` and
 /// `config.json`. `id_of` gives the id of a token by its text; ids beyond `rows` are left out.
 pub(crate) fn ends(
     checkpoint: &Checkpoint,

@@ -149,7 +149,7 @@ pub struct Verification {
 pub enum Against {
     /// The hashes in `quantkit.json`.
     Manifest,
-    /// Headers, shapes and finite numbers: there are no hashes.
+    /// Headers, shapes and finite numbers, where no hashes are recorded.
     Structure,
 }
 

@@ -175,7 +175,7 @@ fn file(path: &Path) -> Result<Facts> {
                 facts.warnings.extend(warnings);
                 facts.architecture(&outline);
             }
-            Err(error) => facts.warnings.push(format!("it is no model that quantkit runs: {error}")),
+            Err(error) => facts.warnings.push(format!("quantkit does not run this model: {error}")),
         }
         facts.architecture.name = text(metadata, "general.architecture");
         facts.not_run();
@@ -195,7 +195,7 @@ fn file(path: &Path) -> Result<Facts> {
             }
             facts.consumers = Some(vec![llama_cpp(&file, facts.unread_tensors.as_ref())]);
         }
-        Err(error) => facts.warnings.push(format!("it is no model that quantkit runs: {error}")),
+        Err(error) => facts.warnings.push(format!("quantkit does not run this model: {error}")),
     }
     // The file's own word, not that of the config made of it.
     facts.architecture.name = text(metadata, "general.architecture");

@@ -92,7 +92,8 @@ impl Settings {
         for name in groups.all_names() {
             let is_object = groups.get(name).is_some_and(Value::is_object);
             let group = groups.object(name).ok().flatten().filter(|_| is_object);
-            let group = group.ok_or_else(|| Unfit::Unread(format!("`{name}` is no object; presets are not read")))?;
+            let group =
+                group.ok_or_else(|| Unfit::Unread(format!("`{name}` is not an object; presets are not read")))?;
             let within = |why: Unfit| why.within(name);
             known_format(&group).map_err(within)?;
             // A group without weights is about the cache of keys and values.
@@ -189,7 +190,7 @@ fn known_format(keys: &JsonKeys) -> Result<&'static str, Unfit> {
 /// The arguments under a key of a group.
 fn arguments(group: &JsonKeys, key: &str) -> Result<Option<Arguments>, Unfit> {
     if let Some(preset) = group.get(key).filter(|value| !value.is_object()) {
-        return Err(Unfit::Unread(format!("{preset} is no object; presets are not read")));
+        return Err(Unfit::Unread(format!("{preset} is not an object; presets are not read")));
     }
     group.object(key)?.map(|keys| Arguments::parse(&keys)).transpose()
 }

@@ -47,7 +47,7 @@ impl GgufSource {
         Self::of(path, &GgufFile::open(path)?)
     }
 
-    /// The model of a file, its data aside where the file is cut off: config and shapes are those of the headers. With
+    /// The model of a file, its data aside where the file is cut off: config and shapes come from the headers. With
     /// it comes what is odd about the file, yet readable.
     pub fn outline(path: &Path, file: &GgufFile) -> Result<(Checkpoint, Vec<String>), GgufError> {
         let Self { checkpoint, warnings, .. } = Self::of(path, file)?;

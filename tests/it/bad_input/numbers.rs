@@ -201,7 +201,8 @@ fn calibration_on_a_handful_of_tokens_warns_once() {
     warned(&[&["gptq", "model", "-o", "a"], &short[..]].concat(), &hessian);
     warned(&[&["awq", "model", "-o", "b", "--points", "3"], &short[..]].concat(), &statistics);
     warned(&[&["rtn", "model", "-o", "c", "--grid", "hessian"], &short[..]].concat(), &statistics);
-    warned(&[&["smoothquant", "model", "-o", "d", "--alpha", "0.5"], &short[2..]].concat(), &statistics);
+    // Its linears are rounded by GPTQ.
+    warned(&[&["smoothquant", "model", "-o", "d", "--alpha", "0.5"], &short[2..]].concat(), &hessian);
     warned(&[&["fp8", "model", "-o", "e", "--kv-cache", "fp8"], &short[2..]].concat(), &statistics);
     warned(
         &[&["fp8", "model", "-o", "f", "--rounding", "gptq", "--weights", "channel"], &short[2..]].concat(),
