@@ -287,7 +287,7 @@ mod tests {
         assert!((config.attention_scale - 1.0 / 16.0).abs() < 1e-9);
 
         let error = ModelConfig::parse(&json, |_| None).unwrap_err().to_string();
-        assert_eq!(error, "config.json: `vocab_size` is missing");
+        assert_eq!(error, "config.json: `text_config.vocab_size` is missing");
     }
 
     fn small(model_type: &str, more: Value) -> ModelConfig {
