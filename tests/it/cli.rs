@@ -8,7 +8,7 @@ use predicates::prelude::PredicateBooleanExt;
 use predicates::str::{contains, is_empty};
 use quantkit::format::consumers::table;
 
-use crate::support::command::{command, std_command};
+use crate::support::command::{VARIABLES, command, std_command};
 use crate::support::repository;
 use crate::support::scene::Scene;
 
@@ -262,23 +262,11 @@ fn threads_from_the_environment() {
 /// Set to nothing is not set: options, the hub's settings, the folder of temporary files.
 #[test]
 fn empty_variables() {
-    const NAMES: [&str; 10] = [
-        "QUANTKIT_THREADS",
-        "QUANTKIT_DEVICE",
-        "HF_HOME",
-        "HF_HUB_CACHE",
-        "HF_HUB_OFFLINE",
-        "HF_ENDPOINT",
-        "HF_TOKEN",
-        "XDG_CACHE_HOME",
-        "GITHUB_STEP_SUMMARY",
-        "TMPDIR",
-    ];
     let scene = Scene::demo();
     scene.write("quantkit.toml", "[[artifact]]\nname = \"w4\"\nmethod = \"rtn\"\n");
     for args in [&["eval", "ppl", "--window", "64", "--max-windows", "1"][..], &["run", "--dry-run"], &["plan"]] {
         let mut run = command(scene.root(), args);
-        for name in NAMES {
+        for name in VARIABLES {
             run.env(name, "");
         }
         run.assert().success();

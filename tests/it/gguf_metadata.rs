@@ -41,9 +41,10 @@ fn folder(case: &str, golden: &Json) -> (tempfile::TempDir, PathBuf) {
     (tmp, dir)
 }
 
+/// The weights of some cases were made for a smaller vocabulary than their tokenizer has: the config alone counts.
 fn open(dir: &Path) -> (Checkpoint, ModelConfig) {
     let checkpoint = Checkpoint::open(dir).unwrap();
-    let config = ModelConfig::of(&checkpoint).unwrap();
+    let config = ModelConfig::stated_by(&checkpoint).unwrap();
     (checkpoint, config)
 }
 

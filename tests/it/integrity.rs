@@ -211,10 +211,11 @@ fn zero_points() {
     ] {
         let name = format!("{from}-label");
         copied(&scene, from, &name);
-        scene.edit_json(&format!("{name}/config.json"), |c| {
-            c["quantization_config"]["checkpoint_format"] = label.into()
-        });
-        scene.edit_json(&format!("{name}/quantize_config.json"), |c| c["checkpoint_format"] = label.into());
+        let relabel = |settings: &mut Value| {
+            ["checkpoint_format", "format"].iter().for_each(|key| settings[key] = label.into());
+        };
+        scene.edit_json(&format!("{name}/config.json"), |c| relabel(&mut c["quantization_config"]));
+        scene.edit_json(&format!("{name}/quantize_config.json"), relabel);
         seal(&scene, &name);
         fails(&scene, &name, id, words);
     }

@@ -88,15 +88,16 @@ fn change(scene: &Scene, artifact: &str, name: &str, change: impl FnOnce(&mut Ve
 fn damaged_modules_are_named_and_no_others() {
     let scene = demo();
     for (bits, group) in [("4", "128"), ("2", "64")] {
-        quantize(&scene, &["rtn", "--bits", bits, "--group-size", group, "-o", "out", "--overwrite"]);
+        let out = format!("w{bits}");
+        quantize(&scene, &["rtn", "--bits", bits, "--group-size", group, "-o", &out]);
         // The second half of the heads in place of the first.
         let q = "model.layers.2.self_attn.q_proj";
-        change(&scene, "out", &format!("{q}.qweight"), |data, shape| {
+        change(&scene, &out, &format!("{q}.qweight"), |data, shape| {
             let mut words = bytes_to_words(data);
             words.chunks_exact_mut(shape[1]).for_each(|line| line.rotate_left(128));
             *data = words_to_bytes(&words).to_vec();
         });
-        let got = errors(&scene, "out").unwrap();
+        let got = errors(&scene, &out).unwrap();
         let suspects = got.suspects();
         assert_eq!(suspects.len(), 1, "{bits} bits: {suspects:#?}");
         assert!(suspects[0].module == q && suspects[0].message.contains("rows were exchanged"), "{suspects:#?}");

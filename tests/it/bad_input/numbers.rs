@@ -209,10 +209,6 @@ fn calibration_on_a_handful_of_tokens_warns_once() {
         &hessian,
     );
     let chunks = ["--calib", "calib.txt", "--chunks", "1"];
-    let gguf = ["gguf", "model", "--type", "q8_0"];
-    warned(&[&gguf[..], &["-o", "g.gguf", "--imatrix", "auto"], &chunks].concat(), &["64 tokens", "more --chunks"]);
-    warned(&[&gguf[..], &["-o", "h.gguf", "--error-feedback"], &chunks].concat(), &["has 96 inputs", "rank of 64"]);
-    warned(&[&gguf[..], &["-o", "i.gguf", "--error-feedback", "--imatrix", "auto"], &chunks].concat(), &["rank of 64"]);
     warned(&[&["imatrix", "model", "-o", "j.gguf"], &chunks[..]].concat(), &["64 tokens", "fewer than 4096"]);
     let kv = ["eval", "kv", "model", "--kv-cache-dtype", "int8", "--text", "eval.txt", "--window", "32"];
     warned(&[&kv[..], &["--max-windows", "1"]].concat(), &["fewer than 2048", "`--kv-cache fp8`"]);
@@ -220,4 +216,14 @@ fn calibration_on_a_handful_of_tokens_warns_once() {
         ["gptq", "model", "-o", "k", "--calib", "calib.txt", "--group-size", "32", "--nsamples", "64", "--no-eval"];
     let ran = scene.run(&[&enough[..], &["--seqlen", "64"]].concat()).ok();
     assert!(!ran.stderr.contains("calibration sees"), "{}", ran.stderr);
+    // GGUF takes tokenizers with merges only.
+    let demo = Scene::demo();
+    let warned = |args: &[&str], words: &[&str]| {
+        let gguf = ["gguf", "--type", "q8_0", "--chunks", "1"];
+        let ran = demo.run(&[&gguf[..], args].concat()).ok().says(words);
+        assert_eq!(ran.stderr.matches("warning: calibration sees").count(), 1, "{}", ran.stderr);
+    };
+    warned(&["-o", "g.gguf", "--imatrix", "auto"], &["512 tokens", "more --chunks"]);
+    warned(&["-o", "h.gguf", "--error-feedback"], &["has 704 inputs", "rank of 512"]);
+    warned(&["-o", "i.gguf", "--error-feedback", "--imatrix", "auto"], &["rank of 512"]);
 }

@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 /// Variables that would change what the program does.
-const VARIABLES: [&str; 11] = [
+pub const VARIABLES: [&str; 11] = [
     "QUANTKIT_DEVICE",
     "QUANTKIT_THREADS",
     "HF_HOME",
