@@ -219,7 +219,7 @@ fn calibration_on_a_handful_of_tokens_warns_once() {
     // GGUF takes tokenizers with merges only.
     let demo = Scene::demo();
     let warned = |args: &[&str], words: &[&str]| {
-        let gguf = ["gguf", "--type", "q8_0", "--chunks", "1"];
+        let gguf = ["gguf", "--type", "q4_0", "--chunks", "1"];
         let ran = demo.run(&[&gguf[..], args].concat()).ok().says(words);
         assert_eq!(ran.stderr.matches("warning: calibration sees").count(), 1, "{}", ran.stderr);
     };
