@@ -109,7 +109,22 @@ impl<S: Simd> Lanes<S> {
     /// The lowest byte of an integer below 2^22, negative ones in two's complement, as a number.
     #[inline(always)]
     pub fn byte(self) -> Self {
-        self.shifted(0xff) - self.with(INTEGERS)
+        self.low_bits(8)
+    }
+
+    /// The lowest bits of an integer below 2^22, negative ones in two's complement, as a number.
+    #[inline(always)]
+    pub fn low_bits(self, count: u32) -> Self {
+        self.shifted((1 << count) - 1) - self.with(INTEGERS)
+    }
+
+    /// The bitwise or of integers from 0 to 2^22.
+    #[inline(always)]
+    pub fn or(self, other: Self) -> Self {
+        let simd = self.simd;
+        let bits = |l: Self| simd.transmute_u32s_f32s((l + l.with(INTEGERS)).v);
+        let v = simd.transmute_f32s_u32s(simd.or_u32s(bits(self), bits(other)));
+        Self { v, ..self } - self.with(INTEGERS)
     }
 
     /// Some of the low bits of the sum with [`ROUND`], which hold the integer, counted from 2^23.

@@ -11,12 +11,13 @@ use crate::num::lanes::{Lanes, Simd};
 /// Quantized scales of `N` sub-blocks with their common factor.
 type Scales<S, const N: usize> = (Lanes<S>, [Lanes<S>; N]);
 
-/// Scales or minima to codes up to `top`, the largest exactly on it.
+/// Scales or minima to codes up to `top`, the largest exactly on it. ggml keeps codes in bytes: that of a negative value
+/// counts as 256 more.
 #[inline(always)]
 fn by_largest<S: Simd, const N: usize>(values: &[Lanes<S>; N], top: f32) -> Scales<S, N> {
     let most = largest(values);
     let inverse = ratio(most.with(top), most);
-    (most / most.with(top), each!(most, |j| (inverse * values[j]).round().min(most.with(top))))
+    (most / most.with(top), each!(most, |j| (inverse * values[j]).round().byte()))
 }
 
 /// Levels for the scale and minimum as stored; where the scale is zero the searched ones stay.
@@ -71,8 +72,11 @@ pub fn q2_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<84>) {
     let ((d, codes), (dmin, min_codes)) = quantized(blocks, &scales, &mins, &weight, 15.0);
     let (d, dmin) = (out.half(80, d), out.half(82, dmin));
     for j in 0..16 {
-        out.byte(j, codes[j] + min_codes[j] * zero.with(16.0));
-        again(&blocks.x[16 * j..], &mut levels[j], d * codes[j], dmin * min_codes[j], 3.0);
+        // A code beyond four bits, that of a negative scale, shares bits with the minimum's.
+        let above = high(codes[j]);
+        let (code, min_code) = (low(codes[j], above), above.or(min_codes[j].low_bits(4)));
+        out.byte(j, code + min_code * zero.with(16.0));
+        again(&blocks.x[16 * j..], &mut levels[j], d * code, dmin * min_code, 3.0);
     }
     put_pairs(&mut out, 16, &levels);
 }
@@ -143,17 +147,27 @@ pub fn q3_k<S: Simd>(blocks: &Blocks<S, 256>, mut out: Encoded<110>) {
     }
 }
 
-/// Scales and minima of eight sub-blocks, six bits each, at byte 4; see the decoder.
+/// Scales and minima of eight sub-blocks, six bits each, at byte 4; see the decoder. Returns the scales that are read
+/// back: the upper bits of a code beyond six, that of a negative scale, share the place of another's upper bits.
 #[inline(always)]
-fn put_scales<S: Simd, const BYTES: usize>(out: &mut Encoded<BYTES>, codes: &[Lanes<S>; 8], mins: &[Lanes<S>; 8]) {
+fn put_scales<S: Simd, const BYTES: usize>(
+    out: &mut Encoded<BYTES>,
+    codes: &[Lanes<S>; 8],
+    mins: &[Lanes<S>; 8],
+) -> [Lanes<S>; 8] {
+    let unit = codes[0].with(64.0);
+    let mut read = *codes;
     for j in 0..4 {
         let (scale_high, min_high) = (high(codes[j + 4]), high(mins[j + 4]));
         let (scale_low, min_low) = (low(codes[j + 4], scale_high), low(mins[j + 4], min_high));
-        let unit = scale_high.with(64.0);
-        out.byte(4 + j, codes[j] + scale_high * unit);
+        read[j] = codes[j].low_bits(6);
+        let above = ((codes[j] - read[j]) / unit).or(scale_high.low_bits(2));
+        read[j + 4] = scale_low + above * unit.with(16.0);
+        out.byte(4 + j, read[j] + above * unit);
         out.byte(8 + j, mins[j] + min_high * unit);
         out.byte(12 + j, scale_low + min_low * unit.with(16.0));
     }
+    read
 }
 
 /// Scales, minima and levels of Q4_K and Q5_K; writes the first 16 bytes.
@@ -181,9 +195,13 @@ fn eight_affine<S: Simd, const BYTES: usize>(
             }
         };
     }
-    let ((d, codes), (dmin, min_codes)) = quantized(blocks, &scales, &mins, &weight, 63.0);
+    let ((d, mut codes), (dmin, min_codes)) = quantized(blocks, &scales, &mins, &weight, 63.0);
+    // Only Q4_K with importance keeps codes of more than six bits in ggml.
+    if n > 15.0 || blocks.importance.is_none() {
+        codes = each!(zero, |j| codes[j].min(zero.with(63.0)));
+    }
     let (d, dmin) = (out.half(0, d), out.half(2, dmin));
-    put_scales(out, &codes, &min_codes);
+    let codes = put_scales(out, &codes, &min_codes);
     for j in 0..8 {
         again(&blocks.x[32 * j..], &mut levels[j], d * codes[j], dmin * min_codes[j], n);
     }
