@@ -223,7 +223,7 @@ fn calibration_on_a_handful_of_tokens_warns_once() {
         let ran = demo.run(&[&gguf[..], args].concat()).ok().says(words);
         assert_eq!(ran.stderr.matches("warning: calibration sees").count(), 1, "{}", ran.stderr);
     };
-    warned(&["-o", "g.gguf", "--imatrix", "auto"], &["512 tokens", "more --chunks"]);
-    warned(&["-o", "h.gguf", "--error-feedback"], &["has 704 inputs", "rank of 512"]);
-    warned(&["-o", "i.gguf", "--error-feedback", "--imatrix", "auto"], &["rank of 512"]);
+    warned(&["-o", "g.gguf", "--imatrix", "auto"], &["256 tokens", "more --chunks"]);
+    warned(&["-o", "h.gguf", "--error-feedback"], &["has 768 inputs", "rank of 256"]);
+    warned(&["-o", "i.gguf", "--error-feedback", "--imatrix", "auto"], &["rank of 256"]);
 }
