@@ -57,7 +57,7 @@ pub struct GgufArgs {
     /// Several files of at most this size: a number of bytes, or one with M or G
     #[arg(long, value_name = "SIZE")]
     pub split_max_size: Option<String>,
-    /// Name of the pre-tokenizer, where tokenizer.json does not tell
+    /// Name of the pre-tokenizer, where neither tokenizer.json nor the GGUF file says which it is
     #[arg(long, value_name = "NAME")]
     pub pre: Option<String>,
     /// One JSON object on stdout, nothing else

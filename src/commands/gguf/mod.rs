@@ -32,6 +32,7 @@ use crate::format::gguf::imatrix::Imatrix;
 use crate::format::gguf::metadata::{self, describe};
 use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
 use crate::format::gguf::parts;
+use crate::format::gguf::pretokenizer;
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::select::{
     Choice, ModelFacts, Options, is_quantized, kept, not_applied, parse_tensor_type, select,
@@ -305,7 +306,16 @@ fn described(
             tensor.kind.decode(&tensor.bytes, &mut values);
             values
         });
-        return Ok((file.metadata().clone(), factors));
+        let mut own = file.metadata().clone();
+        let added = args.pre.as_deref().map(|name| pretokenizer::add(&mut own, name)).transpose()?;
+        if added == Some(true) && (args.error_feedback || args.imatrix.as_deref() == Some("auto")) {
+            bail!(
+                "`{}` names no pre-tokenizer, so calibration would cut text as `default` does; write the file with \
+                 `--pre` first, then calibrate on what was written",
+                path.display()
+            );
+        }
+        return Ok((own, factors));
     }
     let model = &source.model;
     let linears = model.blocks.iter().flat_map(|b| b.all_linears()).map(|l| (l.rows * l.cols) as u64).sum::<u64>();

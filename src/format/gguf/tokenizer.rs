@@ -131,12 +131,16 @@ pub(super) fn write(
     let mut warnings = Vec::new();
     let mut space_prefix = None;
     let model = checkpoint.dir().join("tokenizer.model");
+    let pieces = model.is_file() || !files.tokenizer.is_null() && files.is_sentencepiece()?;
+    if let Some(pre) = habits.pre.filter(|_| pieces) {
+        return Err(PreTokenizerError::NoByteLevel(pre.into()).into());
+    }
     if model.is_file() {
         write_pieces(metadata, files.read_model(&model, &mut warnings)?);
         space_prefix = habits.no_space_prefix.then_some(false);
     } else if files.tokenizer.is_null() {
         return Err(VocabularyError::Missing(checkpoint.dir().into()));
-    } else if files.is_sentencepiece()? {
+    } else if pieces {
         write_pieces(metadata, files.read_merged(&mut warnings)?);
         space_prefix = Some(false).filter(|_| habits.no_space_prefix || !files.prepends_space());
     } else {

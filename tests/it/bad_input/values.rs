@@ -345,4 +345,18 @@ fn gguf_metadata_of_a_wrong_type() {
     }
     let said = scene.run(&["inspect", "good.gguf"]).ok().stderr;
     assert!(!said.contains("pre-tokenizer"), "{said}");
+
+    // It can be named, once.
+    let named = |source: &'static str, name: &'static str| {
+        ["gguf", source, "--type", "Q8_0", "-o", "named.gguf", "--pre", name]
+    };
+    scene.run(&named("old.gguf", "qwen2")).ok();
+    let pre =
+        GgufFile::open(&scene.path("named.gguf")).unwrap().metadata().text("tokenizer.ggml.pre").map(String::from);
+    assert_eq!(pre.as_deref(), Some("qwen2"));
+    std::fs::remove_file(scene.path("named.gguf")).unwrap();
+    scene.refused(&named("old.gguf", "qwen"), &["`qwen` is not a pre-tokenizer of llama.cpp"]);
+    scene.refused(&named("good.gguf", "llama-bpe"), &["of the source is `qwen2`", "`--pre` says `llama-bpe`"]);
+    let calibrated = [&named("old.gguf", "qwen2")[..], &["--imatrix", "auto"]].concat();
+    scene.refused(&calibrated, &["names no pre-tokenizer", "write the file with `--pre` first"]);
 }
