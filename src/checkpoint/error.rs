@@ -19,11 +19,11 @@ pub enum CheckpointError {
     #[error(transparent)]
     Key(#[from] KeyError),
     #[error(
-        "`{dir}` holds two models: tensor `{tensor}` of `model.safetensors` is not that of the shards which \
-         `model.safetensors.index.json` names; transformers reads the first, vLLM and SGLang the second: remove \
+        "`{dir}` holds two models: tensor `{tensor}` {how} (those of `model.safetensors.index.json`); \
+         transformers reads `model.safetensors`, vLLM and SGLang the shards: remove \
          `model.safetensors`, or the index with its shards"
     )]
-    TwoModels { dir: PathBuf, tensor: String },
+    TwoModels { dir: PathBuf, tensor: String, how: &'static str },
     #[error("`{path}` is not valid: {why}")]
     Json { path: PathBuf, why: String },
     #[error("`{path}`: tensor `{tensor}` is {found}, which is not read; give a checkpoint in F32, F16 or BF16")]

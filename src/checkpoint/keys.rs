@@ -62,8 +62,8 @@ pub struct JsonKeys<'a> {
 }
 
 impl<'a> JsonKeys<'a> {
-    /// The keys of a whole file, which messages call `file`. What is not an object has none: files are checked to be
-    /// objects when they are read.
+    /// The keys of a whole file, which messages call `file`. A value that is not an object has no keys; files are checked
+    /// when they are read.
     pub fn of(file: &str, value: &'a Value) -> Self {
         Self { file: file.into(), path: String::new(), object: value.as_object() }
     }
@@ -82,7 +82,7 @@ impl<'a> JsonKeys<'a> {
         self.object.into_iter().flatten().map(|(name, _)| &**name)
     }
 
-    /// Whether a key is there and spelled `null`.
+    /// Whether a key is present with the value `null`.
     pub fn is_null(&self, key: &str) -> bool {
         self.object.and_then(|object| object.get(key)).is_some_and(Value::is_null)
     }
@@ -183,7 +183,7 @@ impl<'a> JsonKeys<'a> {
     pub fn sides(&self, key: &str) -> Result<Option<(usize, usize)>, KeyError> {
         self.read(key, "two positive whole numbers are needed", |value| match &value.as_array()?[..] {
             [a, b] => {
-                let side = |value| whole(value).filter(|n| *n > 0).map(|n| n as usize);
+                let side = |value| whole(value).filter(|n| (1..1 << 24).contains(n)).map(|n| n as usize);
                 Some((side(a)?, side(b)?))
             }
             _ => None,

@@ -14,11 +14,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use memmap2::Mmap;
+use rayon::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
 pub use error::CheckpointError;
-pub use index::snapshot;
+pub use index::{TEMPLATES, snapshot};
 pub use keys::{JsonKeys, KeyError, whole};
 pub use scan::NonFinite;
 
@@ -158,6 +159,14 @@ impl Checkpoint {
         &self.dir
     }
 
+    /// The folder, or the file of another format that holds the model, for messages.
+    pub fn shown(&self) -> PathBuf {
+        match self.files.first().filter(|_| self.is_assembled()) {
+            Some(file) => self.dir.join(&**file),
+            None => self.dir.clone(),
+        }
+    }
+
     /// `config.json`, parsed.
     pub fn config(&self) -> &Value {
         &self.config
@@ -234,7 +243,11 @@ impl Checkpoint {
     /// The keys of a side file; none if it is not there.
     pub fn side(&self, name: &str) -> Result<SideFile, CheckpointError> {
         let json = self.side_json(name)?.unwrap_or_default();
-        Ok(SideFile { name: self.dir.join(name).display().to_string(), json })
+        let name = match self.is_assembled() {
+            true => format!("{} ({name})", self.shown().display()),
+            false => self.dir.join(name).display().to_string(),
+        };
+        Ok(SideFile { name, json })
     }
 
     /// The keys of `config.json`.
@@ -279,13 +292,25 @@ fn second_copy(
     if second.is_empty() {
         return Ok(None);
     }
-    let differs = |name: &&String| match (tensors.get(*name), others.get(*name)) {
-        (Some(a), Some(b)) => a.dtype != b.dtype || a.shape != b.shape || *a.bytes != *b.bytes,
-        _ => true,
-    };
     let names: BTreeSet<&String> = tensors.keys().chain(others.keys()).collect();
-    match names.iter().find(|name| differs(name)) {
-        Some(tensor) => Err(CheckpointError::TwoModels { dir: dir.into(), tensor: tensor.to_string() }),
+    let header = |name: &&String| match (tensors.get(*name), others.get(*name)) {
+        (Some(a), Some(b)) if a.dtype != b.dtype || a.shape != b.shape => {
+            Some("has another type or shape in `model.safetensors` than in the shards")
+        }
+        (Some(_), Some(_)) => None,
+        (Some(_), None) => Some("is in `model.safetensors`, not in the shards"),
+        (None, _) => Some("is not in `model.safetensors`, but in the shards"),
+    };
+    let bytes = |name: &&String| {
+        (!equal(&tensors[*name].bytes, &others[*name].bytes))
+            .then_some("has other values in `model.safetensors` than in the shards")
+    };
+    let find = |differs: &dyn Fn(&&String) -> Option<&'static str>| {
+        names.iter().find_map(|name| differs(name).map(|how| (name.to_string(), how)))
+    };
+    // Headers first: weights may have hundreds of gigabytes.
+    match find(&header).or_else(|| find(&bytes)) {
+        Some((tensor, how)) => Err(CheckpointError::TwoModels { dir: dir.into(), tensor, how }),
         None => Ok(Some(format!(
             "`{}` holds its weights twice, in `{}` and in the {} shards of `{}`; they are the same, and the first is \
              read; remove one of them",
@@ -295,6 +320,12 @@ fn second_copy(
             index::INDEX
         ))),
     }
+}
+
+/// Whether two tensors have the same bytes.
+fn equal(one: &[u8], other: &[u8]) -> bool {
+    const AT_ONCE: usize = 1 << 20;
+    one.len() == other.len() && one.par_chunks(AT_ONCE).zip(other.par_chunks(AT_ONCE)).all(|(a, b)| a == b)
 }
 
 fn read_json(path: &Path) -> Result<Value, CheckpointError> {

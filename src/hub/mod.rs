@@ -72,7 +72,8 @@ pub fn fetch(id: &str, options: &HubOptions, events: &mut Events<'_>) -> Result<
             shards
         }
         Weights::Both => {
-            let mut shards = select::shards(id, &remote.obtain(INDEX, events)?)?;
+            // A damaged index beside `model.safetensors` is not used, as in a folder on disk.
+            let mut shards = select::shards(id, &remote.obtain(INDEX, events)?).unwrap_or_default();
             if !shards.iter().all(|shard| listed(shard)) {
                 shards.clear();
             }

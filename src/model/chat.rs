@@ -63,6 +63,8 @@ pub enum ChatError {
         files[1]
     )]
     TwoTemplates { dir: PathBuf, name: String, files: Box<[String; 2]> },
+    #[error("`chat_template` of `{file}` has two templates of the name `{name}`; keep one")]
+    Repeated { file: String, name: String },
     #[error("the chat template in `{origin}` has {bytes} bytes; at most {TEMPLATE_BYTES} are read")]
     TooLong { origin: String, bytes: usize },
     #[error("the chat template in `{origin}` fails at line {line}: {why}")]

@@ -109,26 +109,20 @@ impl ModelConfig {
         let heads = heads.ok_or_else(|| keys.missing("num_attention_heads"))?;
         let kv_heads = keys.count("num_key_value_heads")?.or(defaults.kv_heads).unwrap_or(heads);
         if heads % kv_heads != 0 {
-            return Err(bad(
-                "num_key_value_heads",
-                &kv_heads.into(),
-                &format!("it must divide num_attention_heads = {heads}"),
-            ));
+            let wanted = format!("it must divide num_attention_heads = {heads}");
+            return Err(keys.bad("num_key_value_heads", wanted).into());
         }
         let head_dim = match keys.count("head_dim")?.or(defaults.head_dim) {
             Some(dim) => dim,
             None if hidden % heads == 0 => hidden / heads,
             None => {
-                return Err(bad(
-                    "hidden_size",
-                    &hidden.into(),
-                    &format!("it is no multiple of num_attention_heads = {heads}"),
-                ));
+                let wanted = format!("it is not a multiple of num_attention_heads = {heads}");
+                return Err(keys.bad("hidden_size", wanted).into());
             }
         };
         let layer_count = keys.need("num_hidden_layers")?;
         if layer_count > 10_000 {
-            return Err(bad("num_hidden_layers", &layer_count.into(), "no known model has that many"));
+            return Err(keys.bad("num_hidden_layers", "no known model has that many").into());
         }
         let max_positions = keys.count("max_position_embeddings")?.unwrap_or(defaults.max_positions);
         let activation = match (activation(&keys, "hidden_activation")?, activation(&keys, "hidden_act")?) {
@@ -136,7 +130,7 @@ impl ModelConfig {
                 return Err(keys.contradiction("hidden_activation", &keys, "hidden_act").into());
             }
             (Some(one), _) | (None, Some(one)) => one,
-            (None, None) => known_activation(defaults.activation).unwrap_or(Activation::Silu),
+            (None, None) => known_activation(defaults.activation).ok_or_else(|| keys.missing("hidden_act"))?,
         };
         let scalar = keys.positive("query_pre_attn_scalar")?.unwrap_or(if family.sandwich_norms {
             256.0
@@ -182,11 +176,6 @@ impl ModelConfig {
     }
 }
 
-fn bad(key: &str, found: &Value, wanted: &str) -> ConfigError {
-    let (file, found) = ("config.json".into(), found.to_string());
-    KeyError::value(file, key.into(), found, wanted.into()).into()
-}
-
 fn known_activation(name: &str) -> Option<Activation> {
     match name {
         "silu" | "swish" => Some(Activation::Silu),
@@ -211,10 +200,7 @@ fn layer_kinds(
         true if !matches!(family.sliding, Sliding::Pattern(_)) => None,
         _ => keys.count("sliding_window")?.or(Some(family.defaults.sliding_window)),
     };
-    let types = match keys.get("layer_types") {
-        Some(types) => Some(read_types(types, count)?),
-        None => None,
-    };
+    let types = read_types(keys, count)?;
     let sliding = |i: usize, default: bool| types.as_ref().map_or(default, |t| t[i]);
     let window_of: Vec<Option<usize>> = match family.sliding {
         Sliding::None => vec![None; count],
@@ -239,16 +225,16 @@ fn layer_kinds(
 }
 
 /// `layer_types` as "is sliding" per layer.
-fn read_types(types: &Value, count: usize) -> Result<Vec<bool>, ConfigError> {
+fn read_types(keys: &JsonKeys, count: usize) -> Result<Option<Vec<bool>>, KeyError> {
     let wanted = format!("{count} of `full_attention` and `sliding_attention` are needed");
-    let list = types.as_array().filter(|l| l.len() == count).ok_or_else(|| bad("layer_types", types, &wanted))?;
-    list.iter()
-        .map(|t| match t.as_str() {
-            Some("full_attention") => Ok(false),
-            Some("sliding_attention") => Ok(true),
-            _ => Err(bad("layer_types", t, &wanted)),
-        })
-        .collect()
+    let sliding = |kind: &Value| match kind.as_str()? {
+        "full_attention" => Some(false),
+        "sliding_attention" => Some(true),
+        _ => None,
+    };
+    keys.read("layer_types", &wanted, |types| {
+        types.as_array().filter(|list| list.len() == count)?.iter().map(sliding).collect()
+    })
 }
 
 #[cfg(test)]

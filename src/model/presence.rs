@@ -133,9 +133,14 @@ impl ModelConfig {
             (format!("{}.weight", head_path(self.prefix)), format!("{}embed_tokens.weight", self.prefix));
         let own = tensors.get(&head);
         let packed = PACKED.iter().any(|part| tensors.contains_key(&format!("{}.{part}", head_path(self.prefix))));
-        let said = match stated(checkpoint.config(), "tie_word_embeddings") {
-            Some(_) => format!("config.json says `tie_word_embeddings` {}", self.tied),
-            None => {
+        let [outer, inner] = levels(checkpoint.config(), "tie_word_embeddings");
+        let two = outer.zip(inner).filter(|(outer, inner)| outer != inner);
+        let said = match (two, outer.or(inner)) {
+            (Some((outer, inner)), _) => {
+                format!("config.json says `tie_word_embeddings` {outer} and `text_config.tie_word_embeddings` {inner}")
+            }
+            (None, Some(_)) => format!("config.json says `tie_word_embeddings` {}", self.tied),
+            (None, None) => {
                 let (tied, label) = (self.tied, self.family.label);
                 format!("config.json does not say `tie_word_embeddings`, which means {tied} for {label}")
             }
@@ -143,22 +148,20 @@ impl ModelConfig {
         if own.is_some() {
             checkpoint.expect(&head, &[self.vocab, self.hidden])?;
         }
-        match (self.tied, own) {
-            (true, None) if !packed => {}
-            (true, Some(own)) if !packed && tensors.get(&table).is_some_and(|table| equal(own, table)) => {}
-            (true, _) => {
-                self.tied = false;
-                let name = if packed { head_path(self.prefix) } else { &head };
-                self.warnings.push(format!(
-                    "{said}, but `{name}` is stored and differs from `{table}`: it is the output head in all that is \
-                     measured and written"
-                ));
-            }
-            (false, None) if !packed => {
-                return Err(ConfigError::Head { tensor: head, dir: checkpoint.dir().into(), said });
-            }
-            (false, _) => {}
+        let repeated = || own.zip(tensors.get(&table)).is_some_and(|(own, table)| equal(own, table));
+        let why = match own.is_some() || packed {
+            true if packed => format!("a quantized `{}` is stored", head_path(self.prefix)),
+            true if (self.tied || two.is_some()) && repeated() => return Ok(()),
+            true => format!("`{head}` is stored and differs from `{table}`"),
+            false if self.tied || two.is_some() => format!("no `{head}` is stored"),
+            false => return Err(ConfigError::Head { tensor: head, dir: checkpoint.shown(), said }),
+        };
+        let tied = own.is_none() && !packed;
+        if two.is_some() || tied != self.tied {
+            let used = if tied { &table } else { &head };
+            self.warnings.push(format!("{said}, but {why}: `{used}` is the output head in measurements and artifacts"));
         }
+        self.tied = tied;
         Ok(())
     }
 
@@ -172,11 +175,7 @@ impl ModelConfig {
                 let stored = tensors.range(start.clone()..).next().is_some_and(|(name, _)| name.starts_with(&start));
                 // Of a linear that is missing altogether, its weight is the better complaint.
                 if asked && stored {
-                    return Err(ConfigError::Bias {
-                        tensor: name,
-                        dir: checkpoint.dir().into(),
-                        why: self.asks(&module),
-                    });
+                    return Err(ConfigError::Bias { tensor: name, dir: checkpoint.shown(), why: self.asks(&module) });
                 }
                 continue;
             };
@@ -192,8 +191,8 @@ impl ModelConfig {
         // The config of a GGUF file is made here, and the file's own form is to store what there is.
         if let Some(first) = self.unasked.first().filter(|_| !checkpoint.is_assembled()) {
             self.warnings.push(format!(
-                "{} linears (first `{first}`) have a bias that config.json does not ask for: it counts in all that is \
-                 measured and written",
+                "{} linears (first `{first}`) have a bias that config.json does not ask for; the biases are used in \
+                 measurements and written to artifacts",
                 self.unasked.len()
             ));
         }
@@ -249,8 +248,7 @@ impl ModelConfig {
     /// `json`, the source's config, saying what was read: whether the head is the embedding, and which biases there are.
     pub fn restated(&self, json: &Value) -> Value {
         let mut json = json.clone();
-        let levels = [json.get("tie_word_embeddings"), json.pointer("/text_config/tie_word_embeddings")];
-        let said: Vec<&Value> = levels.into_iter().flatten().filter(|value| !value.is_null()).collect();
+        let said: Vec<&Value> = levels(&json, "tie_word_embeddings").into_iter().flatten().collect();
         let right = match said.is_empty() {
             true => self.tied == self.family.defaults.tied,
             false => said.iter().all(|value| value.as_bool() == Some(self.tied)),
@@ -323,8 +321,14 @@ impl ModelConfig {
     /// The tensors of a checkpoint that are not read, buffers and a repeated head aside. With `plain` weights nothing
     /// reads the parts of packed ones either.
     pub fn unread(&self, checkpoint: &Checkpoint, plain: bool) -> Option<Unread> {
-        let ignored =
-            |name: &str| self.reads(name) && !(plain && is_packed(name)) || is_buffer(name) || self.is_repeated(name);
+        // Of a module that is stored twice the packed form is read.
+        let twice = |name: &str| {
+            let parts =
+                ["qweight", "weight_packed"].map(|part| name.strip_suffix("weight").map(|m| format!("{m}{part}")));
+            parts.iter().flatten().any(|part| checkpoint.tensors().contains_key(part))
+        };
+        let passed_over = |name: &str| if plain { is_packed(name) } else { twice(name) };
+        let ignored = |name: &str| self.reads(name) && !passed_over(name) || is_buffer(name) || self.is_repeated(name);
         let mut found = Unread { count: 0, bytes: 0, first: vec![], layers: None };
         let blocks = format!("{}layers.", self.prefix);
         for (name, entry) in checkpoint.tensors().iter().filter(|(name, _)| !ignored(name)) {
@@ -342,10 +346,10 @@ impl ModelConfig {
     }
 }
 
-/// What a config says under `key`, at the level of the language model or above.
-fn stated<'a>(json: &'a Value, key: &str) -> Option<&'a Value> {
+/// What a config says under `key`: outside, and at the level of the language model of a multimodal one.
+fn levels<'a>(json: &'a Value, key: &str) -> [Option<&'a Value>; 2] {
     let nested = json.get("text_config").and_then(|text| text.get(key));
-    nested.filter(|value| !value.is_null()).or(json.get(key).filter(|value| !value.is_null()))
+    [json.get(key), nested].map(|value| value.filter(|value| !value.is_null()))
 }
 
 /// Whether two tensors hold the same numbers, bit by bit; their float types may differ.

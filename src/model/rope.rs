@@ -73,7 +73,7 @@ impl Rope {
 /// Configs written before transformers 5 have `rope_scaling`, and the base beside it; later ones have everything in
 /// `rope_parameters`. Given both, transformers 5 and vLLM read the former, llama.cpp's converter the latter: they must
 /// ask for the same. So must a value that is both inside and beside, where the order of preference differs by key. An
-/// empty object is as good as none.
+/// empty object counts as absent.
 pub fn parse(
     keys: &JsonKeys,
     family: &Family,
@@ -114,9 +114,14 @@ impl Outer<'_> {
         let (full, sliding) = match nested {
             Some(both) => {
                 if let Some(stray) = both.names().find(|name| !KINDS.contains(name)) {
-                    return Err(both.bad(stray, "beside `full_attention` and `sliding_attention` no key has a meaning"));
+                    return Err(both.bad(stray, "only `full_attention` and `sliding_attention` are allowed here"));
                 }
-                (both.object(KINDS[0])?, both.object(KINDS[1])?)
+                let [full, sliding] = KINDS.map(|kind| both.object(kind));
+                let (full, sliding) = (full?.ok_or_else(|| both.missing(KINDS[0]))?, sliding?);
+                if local && sliding.is_none() {
+                    return Err(both.missing(KINDS[1]));
+                }
+                (Some(full), sliding)
             }
             None => (inside.cloned(), None),
         };
@@ -124,6 +129,12 @@ impl Outer<'_> {
         let mut ropes = vec![self.one(full.as_ref(), "rope_theta", defaults.rope_theta)?];
         if local {
             ropes.push(self.one(sliding.as_ref(), "rope_local_base_freq", defaults.local_rope_theta)?);
+        } else if let (Some(both), Some(_)) = (nested, &sliding) {
+            // All layers of this family turn alike.
+            let sliding = self.one(sliding.as_ref(), "rope_theta", defaults.rope_theta)?;
+            if !sliding.turns_as(&ropes[0]) {
+                return Err(both.contradiction(KINDS[0], both, KINDS[1]));
+            }
         }
         Ok(ropes)
     }
@@ -189,7 +200,17 @@ impl Scaling {
             (None, kind) => (kind.unwrap_or("default"), "type"),
         };
         match kind {
-            "default" => Ok(Scaling::None),
+            "default" => {
+                // Without a type none of these has an effect, which is hardly what their author meant.
+                for key in ["factor", "attention_factor", "low_freq_factor", "high_freq_factor"] {
+                    if keys.number(key)?.is_some_and(|value| value != 1.0) {
+                        let wanted =
+                            "it has no effect without a `rope_type` such as `linear`; give the type or remove it";
+                        return Err(keys.bad(key, wanted));
+                    }
+                }
+                Ok(Scaling::None)
+            }
             "linear" => Ok(Scaling::Linear { factor: need("factor")? }),
             "llama3" => Ok(Scaling::Llama3 {
                 factor: need("factor")?,

@@ -3,14 +3,12 @@
 use serde_json::Value;
 
 use super::chat::ChatError;
-use crate::checkpoint::{Checkpoint, JsonKeys};
+use crate::checkpoint::{Checkpoint, JsonKeys, TEMPLATES};
 
 /// The template that is used unless another one is asked for.
 pub const DEFAULT: &str = "default";
 
 const FILE: &str = "chat_template.jinja";
-/// The folder of all templates but the default one, which is in [`FILE`].
-const FOLDER: &str = "additional_chat_templates/";
 /// JSON files with a key `chat_template`, in the order in which they count.
 const JSON_FILES: [&str; 2] = ["tokenizer_config.json", "chat_template.json"];
 
@@ -35,35 +33,38 @@ impl NamedTemplate {
 ///
 /// transformers takes `chat_template.jinja` with the folder beside it, and only without it what tokenizer_config.json
 /// has: a template, a list of `{name, template}`, or an object of templates by name. llama.cpp's converter prefers the
-/// latter. So a template that is in both places must be the same. `chat_template.json` counts where both are absent.
+/// latter. So a template that is in both places must be the same. `chat_template.json`, which belongs to the processor of
+/// a multimodal model, counts where both are absent.
 pub fn templates(checkpoint: &Checkpoint) -> Result<Vec<NamedTemplate>, ChatError> {
-    let mut all = Vec::new();
+    let mut all: Vec<NamedTemplate> = Vec::new();
+    let mut add = |template: NamedTemplate| {
+        match all.iter().find(|known| known.name == template.name) {
+            Some(known) if !known.writes_as(&template) => {
+                return Err(ChatError::TwoTemplates {
+                    dir: checkpoint.dir().into(),
+                    name: template.name,
+                    files: Box::new([known.file.clone(), template.file]),
+                });
+            }
+            Some(_) => {}
+            None => all.push(template),
+        }
+        Ok(())
+    };
     if let Some(source) = checkpoint.side_text(FILE)? {
-        all.push(NamedTemplate { name: DEFAULT.into(), source, file: FILE.into() });
+        add(NamedTemplate { name: DEFAULT.into(), source, file: FILE.into() })?;
     }
     for file in checkpoint.side_files()? {
-        let Some(name) = file.strip_prefix(FOLDER).and_then(|name| name.strip_suffix(".jinja")) else { continue };
+        let name = file.strip_prefix(TEMPLATES).and_then(|rest| rest.strip_prefix('/')?.strip_suffix(".jinja"));
+        let Some(name) = name.map(String::from) else { continue };
         if let Some(source) = checkpoint.side_text(&file)? {
-            all.push(NamedTemplate { name: name.into(), source, file });
+            add(NamedTemplate { name, source, file })?;
         }
     }
-    for file in JSON_FILES {
-        if file != JSON_FILES[0] && !all.is_empty() {
-            break;
-        }
-        for template in stored(&checkpoint.side(file)?.keys(), file)? {
-            match all.iter().find(|known| known.name == template.name) {
-                Some(known) if !known.writes_as(&template) => {
-                    return Err(ChatError::TwoTemplates {
-                        dir: checkpoint.dir().into(),
-                        name: template.name,
-                        files: Box::new([known.file.clone(), template.file]),
-                    });
-                }
-                Some(_) => {}
-                None => all.push(template),
-            }
-        }
+    let [config, processor] = JSON_FILES;
+    stored(&checkpoint.side(config)?.keys(), config)?.into_iter().try_for_each(&mut add)?;
+    if all.is_empty() {
+        all = stored(&checkpoint.side(processor)?.keys(), processor)?;
     }
     all.sort_by_key(|template| template.name != DEFAULT);
     Ok(all)
@@ -85,5 +86,9 @@ fn stored(keys: &JsonKeys, file: &str) -> Result<Vec<NamedTemplate>, ChatError> 
         Value::Object(object) => object.iter().map(|(name, source)| Some(named(name, source.as_str()?))).collect(),
         _ => None,
     });
-    Ok(read?.unwrap_or_default())
+    let all = read?.unwrap_or_default();
+    match (1..all.len()).find(|&i| all[..i].iter().any(|known| known.name == all[i].name)) {
+        Some(i) => Err(ChatError::Repeated { file: file.into(), name: all[i].name.clone() }),
+        None => Ok(all),
+    }
 }

@@ -334,7 +334,7 @@ fn one_file_beside_shards() {
         assert!(dir.join(name).exists(), "{name}");
     }
     let error = Checkpoint::open(&dir).unwrap_err().to_string();
-    assert!(error.contains("holds two models: tensor `a` of `model.safetensors`"), "{error}");
+    assert!(error.contains("holds two models: tensor `b` is not in `model.safetensors`, but in the shards"), "{error}");
     // An index of shards that are not there says nothing.
     let case = Case::new();
     case.server.change(|hub| {
@@ -345,6 +345,16 @@ fn one_file_beside_shards() {
     assert!(!dir.join(SHARDS[0]).exists());
     let opened = Checkpoint::open(&dir).unwrap();
     assert!(opened.notes()[0].contains("is not used"), "{:?}", opened.notes());
+    // Nor does one that cannot be read.
+    for index in ["{", r#"{"weight_map": {"a": "../a.safetensors"}}"#] {
+        let case = Case::new();
+        case.server.change(|hub| {
+            hub.files.insert("model.safetensors".into(), safetensors("a", 5.0));
+            hub.files.insert("model.safetensors.index.json".into(), index.into());
+        });
+        let opened = Checkpoint::open(&case.fetch().unwrap()).unwrap();
+        assert!(opened.notes()[0].contains("is not used"), "{:?}", opened.notes());
+    }
 }
 
 #[test]

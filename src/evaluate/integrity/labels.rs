@@ -121,7 +121,7 @@ pub fn tensors(artifact: &Side, reference: &Side, findings: &mut Findings) {
     const ID: &str = "config.tensors";
     const UNREAD: &str = "tensors.unread";
     for (name, side) in [("artifact", artifact), ("reference", reference)] {
-        for warning in &side.config.warnings {
+        for warning in side.checkpoint().notes().iter().chain(&side.config.warnings) {
             findings.warn(ID, format!("the {name}: {warning}"));
         }
         if let Some(unread) = side.config.unread(side.checkpoint(), side.opened.method.is_none()) {

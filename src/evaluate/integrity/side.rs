@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::Findings;
 use crate::calibrate::corpus::Corpus;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{self, Checkpoint};
 use crate::model::templates::{DEFAULT, templates};
 use crate::model::tokenizer::Tokenizer;
 
@@ -42,7 +42,8 @@ fn chat_template(artifact: &Checkpoint, reference: &Checkpoint, findings: &mut F
     for template in &wanted {
         let (name, file) = (&template.name, &template.file);
         let which = if name == DEFAULT { String::new() } else { format!(" `{name}`") };
-        match own.iter().find(|found| same_name(&found.name, name)) {
+        let exact = own.iter().find(|found| found.name == *name);
+        match exact.or_else(|| own.iter().find(|found| same_name(&found.name, name))) {
             None => findings.fail(
                 ID,
                 format!(
@@ -62,13 +63,17 @@ fn chat_template(artifact: &Checkpoint, reference: &Checkpoint, findings: &mut F
             Some(_) => {}
         }
     }
+    for found in own.iter().filter(|found| !wanted.iter().any(|template| same_name(&template.name, &found.name))) {
+        findings.warn(
+            ID,
+            format!("the artifact has a chat template `{}` in `{}`; the reference has none", found.name, found.file),
+        );
+    }
     match (own.first(), wanted.first()) {
         (Some(found), Some(_)) => {
             findings.otherwise(ID, format!("the chat template in `{}` is the reference's", found.file));
         }
-        (Some(found), None) => {
-            findings.warn(ID, format!("the artifact has a chat template in `{}`; the reference has none", found.file));
-        }
+        (Some(_), None) => {}
         (None, _) => findings.otherwise(ID, "neither has a chat template"),
     }
 }
@@ -158,8 +163,8 @@ fn files(artifact: &Checkpoint, reference: &Checkpoint, findings: &mut Findings)
     };
     let mut same = 0;
     for file in &wanted {
-        let checked_elsewhere =
-            file == "tokenizer.json" || file.starts_with("chat_template.") || file.ends_with(".jinja");
+        let template = file.starts_with("chat_template.") || file.starts_with(&format!("{}/", checkpoint::TEMPLATES));
+        let checked_elsewhere = file == "tokenizer.json" || template;
         if !own.contains(file) {
             if checked_elsewhere {
                 continue;

@@ -121,6 +121,18 @@ fn write_templates(metadata: &Metadata, config: &mut Map<String, Json>) -> Resul
     let more: Vec<&str> = own.filter(|name| !names.contains(name)).collect();
     names.extend(more);
     let mut all = Vec::new();
+    // gguf-py writes the default one without a name.
+    if let Some(again) = default {
+        let key = format!("{TEMPLATE_KEY}.default");
+        match metadata.read::<&str>(&key)? {
+            Some(named) if named != again => {
+                let (found, wanted) =
+                    ("a template".into(), format!("`{TEMPLATE_KEY}` is another one; one of them is needed"));
+                return Err(RestoreError::Range { key, found, wanted });
+            }
+            _ => names.retain(|name| *name != "default"),
+        }
+    }
     all.extend(default.map(|source| json!({"name": "default", "template": source})));
     for name in names {
         let source = metadata.need::<&str>(&format!("{TEMPLATE_KEY}.{name}"))?;

@@ -134,7 +134,7 @@ fn one_file_beside_all_shards() {
     scene.edit_weights(|tensors| tensors.get_mut(name).unwrap().data[0] ^= 1);
     let words = [
         "`model` holds two models",
-        &format!("tensor `{name}` of `model.safetensors` is not that of the shards"),
+        &format!("tensor `{name}` has other values in `model.safetensors` than in the shards"),
         "remove `model.safetensors`, or the index with its shards",
     ];
     unreadable(&scene, &words);

@@ -148,6 +148,16 @@ fn values_that_contradict_each_other() {
         ),
         ("/rope_scaling", json!({"rope_theta": 777.0}), keep),
         (
+            "/rope_parameters",
+            json!({"full_attention": {"rope_theta": 10000.0}, "sliding_attention": {"rope_theta": 777.0}}),
+            "`rope_parameters.full_attention` is {\"rope_theta\":10000.0}, but `rope_parameters.sliding_attention`",
+        ),
+        (
+            "/rope_parameters/factor",
+            json!(8.0),
+            "`rope_parameters.factor` is 8.0; it has no effect without a `rope_type`",
+        ),
+        (
             "/rope_parameters/type",
             json!("linear"),
             "`rope_parameters.rope_type` is \"default\", but `rope_parameters.type`",
@@ -165,8 +175,10 @@ fn values_that_contradict_each_other() {
     let scene = Scene::tiny("gemma3_text");
     let edits = [
         ("/rope_local_base_freq", json!(77.0), "but `rope_local_base_freq` is 77.0"),
-        ("/rope_parameters/rope_theta", json!(5.0), "`rope_parameters.rope_theta` is 5.0; beside `full_attention`"),
+        ("/rope_parameters/rope_theta", json!(5.0), "`rope_parameters.rope_theta` is 5.0; only `full_attention`"),
         ("/rope_parameters/sliding_attention", json!([]), "`rope_parameters.sliding_attention` is []; an object"),
+        ("/rope_parameters/full_attention", json!(null), "`rope_parameters.full_attention` is missing"),
+        ("/rope_parameters/sliding_attention", json!(null), "`rope_parameters.sliding_attention` is missing"),
     ];
     refusals(&scene, "model/config.json", &EVAL, &edits);
 }
@@ -351,9 +363,8 @@ fn gguf_metadata_of_a_wrong_type() {
         ["gguf", source, "--type", "Q8_0", "-o", "named.gguf", "--pre", name]
     };
     scene.run(&named("old.gguf", "qwen2")).ok();
-    let pre =
-        GgufFile::open(&scene.path("named.gguf")).unwrap().metadata().text("tokenizer.ggml.pre").map(String::from);
-    assert_eq!(pre.as_deref(), Some("qwen2"));
+    let file = GgufFile::open(&scene.path("named.gguf")).unwrap();
+    assert_eq!(file.metadata().read::<&str>("tokenizer.ggml.pre").unwrap(), Some("qwen2"));
     std::fs::remove_file(scene.path("named.gguf")).unwrap();
     scene.refused(&named("old.gguf", "qwen"), &["`qwen` is not a pre-tokenizer of llama.cpp"]);
     scene.refused(&named("good.gguf", "llama-bpe"), &["of the source is `qwen2`", "`--pre` says `llama-bpe`"]);

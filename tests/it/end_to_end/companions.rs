@@ -85,6 +85,16 @@ fn chat_templates_in_all_their_places() {
     let words = ["`model` has two chat templates of the name `default`", "`chat_template.jinja`", "remove one of them"];
     scene.refused(&["gguf", "model", "-o", "x.gguf"], &words);
     scene.refused(&["generate", "model", "--prompt", "hi", "--chat"], &words);
+    // The same from the folder of templates, and twice in one list.
+    scene.edit_json("model/tokenizer_config.json", |c| drop(c.as_object_mut().unwrap().remove("chat_template")));
+    fs::create_dir(scene.path("model/additional_chat_templates")).unwrap();
+    scene.write("model/additional_chat_templates/default.jinja", TOOLS);
+    let words = ["`chat_template.jinja`", "`additional_chat_templates/default.jinja`", "remove one of them"];
+    scene.refused(&["gguf", "model", "-o", "x.gguf"], &words);
+    let scene = demo();
+    let twice = json!([{"name": "default", "template": DEFAULT}, {"name": "default", "template": TOOLS}]);
+    scene.edit_json("model/tokenizer_config.json", |c| c["chat_template"] = twice);
+    scene.refused(&["gguf", "model", "-o", "x.gguf"], &["has two templates of the name `default`; keep one"]);
 }
 
 /// Ids of a GGUF file: EOS, EOT, EOM, and quantkit's own list.

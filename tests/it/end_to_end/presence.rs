@@ -195,6 +195,34 @@ fn a_head_that_is_missing_is_named() {
     one_model(&scene);
 }
 
+/// Which of the two levels of a multimodal config counts differs by program: the tensors decide.
+#[test]
+fn two_levels_that_disagree() {
+    let scene = model("gemma3_text");
+    scene.edit_json("model/config.json", |config| {
+        let wrapper = json!({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"});
+        let text = std::mem::replace(config, wrapper);
+        config["text_config"] = text;
+    });
+    let tied = perplexity(&scene, &["model"]);
+    for (outer, inner) in [(true, false), (false, true)] {
+        scene.edit_json("model/config.json", |config| {
+            config["tie_word_embeddings"] = outer.into();
+            config["text_config"]["tie_word_embeddings"] = inner.into();
+        });
+        let both = format!("`tie_word_embeddings` {outer} and `text_config.tie_word_embeddings` {inner}, but no `");
+        let eval = ["eval", "ppl", "model", "--text", "eval.txt", "--max-windows", "1"];
+        scene.run(&eval).ok().says(&[&both, "embed_tokens.weight` is the output head"]);
+        assert_eq!(perplexity(&scene, &["model"]), tied);
+        scene.tiny_run(&["rtn", "model", "-o", "out", "--no-eval", "--overwrite"]).ok();
+        let written = scene.json("out/config.json");
+        assert_eq!(
+            (&written["tie_word_embeddings"], &written["text_config"]["tie_word_embeddings"]),
+            (&true.into(), &true.into())
+        );
+    }
+}
+
 /// Of q, k and v alone, as llama.cpp takes them: no config of Llama asks for these.
 #[test]
 fn biases_count_where_they_are() {
