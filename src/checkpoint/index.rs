@@ -21,7 +21,7 @@ pub struct Shards {
     /// The shards of an index beside `model.safetensors`, where all of them are there: a second copy of the weights, or
     /// another model.
     pub second: Vec<String>,
-    /// What is odd about the index, yet readable.
+    /// A warning about the index that does not prevent reading.
     pub note: Option<String>,
 }
 
@@ -49,7 +49,7 @@ pub fn snapshot(dir: &Path) -> Result<PathBuf, CheckpointError> {
 pub fn shards(dir: &Path) -> Result<Shards, CheckpointError> {
     let index = dir.join(INDEX);
     if dir.join(SINGLE).exists() {
-        // A model saved over a folder of shards leaves a stale index: only with all of its shards it is another reading.
+        // A model saved over a folder of shards leaves a stale index, which matters only if all of its shards are there.
         let mut found = Shards { files: vec![SINGLE.into()], ..Shards::default() };
         match if index.exists() { indexed(dir, &index) } else { Ok(Shards::default()) } {
             Ok(Shards { files, .. }) if files == [SINGLE] => {}

@@ -22,7 +22,7 @@ enum KeyFault {
     #[error("{}`{key}` is missing", place(file))]
     Missing { file: String, key: String },
     #[error(
-        "{}`{key}` is {found}, but `{other}` is {there}: some programs read the one, some the other; keep the right one",
+        "{}`{key}` is {found}, but `{other}` is {there}: programs differ in which one they read; remove the wrong one",
         place(file)
     )]
     Contradiction { file: String, key: String, found: String, other: String, there: String },

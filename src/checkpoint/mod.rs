@@ -149,7 +149,7 @@ impl Checkpoint {
         Self { dir, config, tensors, files, notes: Vec::new(), made }
     }
 
-    /// What is odd about the weight files, yet readable.
+    /// Warnings about the weight files that do not prevent reading.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }

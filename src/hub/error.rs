@@ -62,7 +62,7 @@ pub enum HubError {
 }
 
 impl HubError {
-    /// What a repository holds that is no model in Hugging Face's layout.
+    /// The files of a repository that is not a model in Hugging Face's layout.
     pub fn listing(&self) -> Option<&[String]> {
         match self {
             HubError::NoConfig { files, .. } | HubError::NoWeights { files, .. } => Some(files),

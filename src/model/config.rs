@@ -66,7 +66,7 @@ pub struct ModelConfig {
     pub biases: BTreeSet<String>,
     /// Those whose bias is not zero and that the config does not ask for.
     pub unasked: BTreeSet<String>,
-    /// What the tensors say otherwise than the config.
+    /// Contradictions between tensors and config.
     pub warnings: Vec<String>,
     pub layers: Vec<LayerKind>,
     pub ropes: Vec<Rope>,

@@ -1,5 +1,5 @@
 //! A config held against the tensors that are there: whether the output head is the embedding, which linears have
-//! biases, which tensors nothing reads. Engines differ in which of the two they believe, so that a contradiction is
+//! biases, which tensors are not read. Engines differ in which of the two they believe, so that a contradiction is
 //! reported, and what is written says what was read.
 
 use std::collections::BTreeSet;
@@ -17,7 +17,7 @@ use crate::checkpoint::{Checkpoint, Entry};
 use crate::num::size::bytes;
 use crate::tensor::widened;
 
-/// Elements that are compared at once, so that memory is bounded whatever the vocabulary.
+/// Elements that are compared at once, to bound memory for any vocabulary size.
 const AT_ONCE: usize = 1 << 16;
 
 /// Linears of a block, in the order of [`ModelConfig::linears`].
@@ -245,7 +245,8 @@ impl ModelConfig {
         self.unasked.iter().filter(|module| !stated(module)).cloned().collect()
     }
 
-    /// `json`, the source's config, saying what was read: whether the head is the embedding, and which biases there are.
+    /// `json`, the source's config, updated to match the tensors that were read: whether the head is the embedding, and
+    /// which biases there are.
     pub fn restated(&self, json: &Value) -> Value {
         let mut json = json.clone();
         let said: Vec<&Value> = levels(&json, "tie_word_embeddings").into_iter().flatten().collect();
@@ -457,7 +458,7 @@ mod tests {
         config.unasked = config.biases.clone();
         assert_eq!(config.restated(&json)["attention_bias"], true);
         assert!(config.unstated_biases().is_empty());
-        // Of one layer alone no key tells.
+        // No key describes the biases of a single layer.
         config.biases.remove(&attention[7]);
         config.unasked.remove(&attention[7]);
         assert_eq!(config.restated(&json), json);

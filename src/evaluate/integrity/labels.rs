@@ -115,7 +115,7 @@ fn gptq(checkpoint: &Checkpoint, found: &Found, findings: &mut Findings) {
     findings.otherwise(ID, format!("{symmetric} symmetric modules have the zero points of `{}`", label.name()));
 }
 
-/// Configs against the tensors beside them: heads and biases that a config does not tell of, and tensors that are not
+/// Configs against the tensors beside them: heads and biases that a config does not mention, and tensors that are not
 /// read.
 pub fn tensors(artifact: &Side, reference: &Side, findings: &mut Findings) {
     const ID: &str = "config.tensors";

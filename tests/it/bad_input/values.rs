@@ -138,9 +138,9 @@ fn values_in_another_spelling() {
 #[test]
 fn values_that_contradict_each_other() {
     let scene = Scene::tiny("llama");
-    let keep = "some programs read the one, some the other; keep the right one";
+    let keep = "programs differ in which one they read; remove the wrong one";
     let edits = [
-        ("/rope_theta", json!(777.0), "`rope_parameters.rope_theta` is 10000.0, but `rope_theta` is 777.0: some"),
+        ("/rope_theta", json!(777.0), "`rope_parameters.rope_theta` is 10000.0, but `rope_theta` is 777.0: programs"),
         (
             "/rope_scaling",
             json!({"type": "linear", "factor": 2.0}),
