@@ -15,6 +15,7 @@ use thiserror::Error;
 
 use super::atomic::{OutputError, write_atomic};
 use super::pretty;
+use crate::num::hex::hex;
 
 /// The manifest's name in an artifact folder.
 pub const FILE: &str = "quantkit.json";
@@ -142,7 +143,7 @@ pub fn sha256_file(path: &Path) -> Result<(String, u64), ManifestError> {
     let (mut hash, mut size) = (Sha256::new(), 0);
     loop {
         match file.read(&mut buffer) {
-            Ok(0) => return Ok((hex(hash), size)),
+            Ok(0) => return Ok((hex(&hash.finalize()), size)),
             Ok(n) => {
                 hash.update(&buffer[..n]);
                 size += n as u64;
@@ -166,13 +167,7 @@ pub fn hash_files<S: AsRef<str> + Sync>(dir: &Path, names: &[S]) -> Result<Vec<F
 
 /// SHA-256 of bytes in memory, in hexadecimal.
 pub fn sha256_bytes(bytes: &[u8]) -> String {
-    let mut hash = Sha256::new();
-    hash.update(bytes);
-    hex(hash)
-}
-
-pub(super) fn hex(hash: Sha256) -> String {
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&Sha256::digest(bytes))
 }
 
 #[cfg(test)]

@@ -15,8 +15,9 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
-use super::manifest::{FileRecord, hex, sha256_bytes};
+use super::manifest::{FileRecord, sha256_bytes};
 use super::pretty;
+use crate::num::hex::hex;
 use crate::tensor::{Bytes, Dtype};
 
 /// Largest shard unless the user says otherwise; as Hugging Face tools cut.
@@ -150,7 +151,7 @@ impl FileWriter {
         }
         self.file.flush().map_err(|source| WriteError::Io { path: self.path.clone(), source })?;
         let file = self.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        Ok(FileRecord { file, bytes: self.bytes, sha256: hex(self.hash) })
+        Ok(FileRecord { file, bytes: self.bytes, sha256: hex(&self.hash.finalize()) })
     }
 
     fn append(&mut self, data: &[u8]) -> Result<(), WriteError> {

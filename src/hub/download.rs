@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 use super::cache::{self, Store};
 use super::select;
 use super::{Events, HubError, HubEvent, HubOptions};
+use crate::num::hex::hex;
 
 /// Git's name for the empty file.
 const EMPTY_BLOB: &str = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391";
@@ -344,7 +345,7 @@ fn sha256(path: &Path) -> std::io::Result<String> {
     let mut hash = Sha256::new();
     loop {
         match file.read(&mut buffer)? {
-            0 => return Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()),
+            0 => return Ok(hex(&hash.finalize())),
             n => hash.update(&buffer[..n]),
         }
     }

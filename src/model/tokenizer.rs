@@ -15,6 +15,7 @@ use tokenizers::processors::PostProcessorWrapper;
 
 use super::cuts::Cuts;
 use crate::checkpoint::{Checkpoint, CheckpointError, KeyError};
+use crate::num::hex::hex;
 
 /// What can go wrong between text and token ids.
 #[derive(Debug, Error)]
@@ -474,10 +475,6 @@ pub fn ids_sha256(ids: &[u32]) -> String {
 /// SHA-256 of a text's UTF-8 bytes, in hex.
 pub fn text_sha256(text: &str) -> String {
     hex(&Sha256::digest(text.as_bytes()))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 const ROOMS: &[(&str, &[&str])] = &[
     ("num", &[]),
     ("scheme", &[]),
-    ("hub", &[]),
+    ("hub", &["num"]),
     ("tensor", &["num"]),
     ("backend", &["num", "scheme", "tensor"]),
     ("checkpoint", &["num", "scheme", "tensor"]),
