@@ -1,7 +1,7 @@
 //! Where a text may be cut so that its parts, tokenized one by one, give the tokens of the whole.
 //!
-//! Two kinds of places are used: between a letter and a single space before a letter, and between a letter and the single line
-//! end before it. Whether they are safe follows from every step of the tokenizer: no added token may reach over the cut,
+//! Two kinds of places are used: between a letter or digit and a single space before a letter or digit, and between a single
+//! line end and the letter, digit or punctuation after it. Whether they are safe follows from every step of the tokenizer: no added token may reach over the cut,
 //! normalizers must treat each side by itself, and either a pre-tokenizer ends a piece there, or the vocabulary has no token
 //! that holds the two characters, so that no merge joins them. A tokenizer with a step that is not known here has no cuts.
 
@@ -12,11 +12,14 @@ use serde_json::Value;
 use tokenizers::models::ModelWrapper;
 use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior};
 
-use super::splits::{AtCut, SPLITS, listed};
+use super::splits::AtCut::{self, Crosses, Ends, GoesOn};
+use super::splits::{DIGIT, HANGUL, KINDS, LETTER, LINE, SIGN, SPLITS, listed};
 use super::tokenizer::{Tokenizer, TokenizerError};
 
 /// Bytes of text tokenized at once: the tokenizer takes more than a hundred bytes of memory for each.
 pub const PIECE: usize = 16 << 10;
+/// Bytes of a part beyond which the memory for it is worth a warning.
+pub const LONGEST_PART: usize = 1 << 20;
 /// Pieces tokenized side by side.
 const SIDE_BY_SIDE: usize = 16;
 
@@ -26,32 +29,49 @@ const MARK: char = '\u{2581}';
 /// The safe places of a tokenizer.
 #[derive(Clone, Debug, Default)]
 pub struct Cuts {
-    words: bool,
-    lines: bool,
+    /// Which kinds are safe.
+    kinds: [bool; KINDS],
     /// The normalizer puts a space before every text, so that the space at a cut is left out.
     drops_space: bool,
     /// Where merges alone decide: the characters that are tokens by themselves.
     singles: Option<BTreeSet<char>>,
-    /// Letters after which a word cut is not safe, those before which it is not, and those before which a line cut is not.
+    /// Characters after which a word cut is not safe, those before which it is not, and those before which a line cut is not.
     not_after: BTreeSet<char>,
     not_before: BTreeSet<char>,
     not_on_line: BTreeSet<char>,
+    /// What the normalizer does to characters.
+    changes: Changes,
 }
 
-/// What the steps passed so far do at both kinds of cuts.
+/// What a normalizer does to characters.
+#[derive(Clone, Copy, Debug, Default)]
+struct Changes {
+    /// It joins characters with the marks after them.
+    composes: bool,
+    /// It takes characters apart.
+    decomposes: bool,
+    lowercases: bool,
+}
+
+/// Effect of the steps so far on all kinds of cuts.
 struct Passed {
-    words: AtCut,
-    lines: AtCut,
-    /// What a space has become.
+    at: [AtCut; KINDS],
+    /// The character that now represents a space.
     space: char,
-    /// Whether text is no longer made of its own characters.
+    /// Whether characters were replaced by their bytes.
     bytes: bool,
+}
+
+impl Passed {
+    fn ends(&self) -> bool {
+        self.at == [Ends; KINDS]
+    }
 }
 
 impl Cuts {
     /// The safe places of `tokenizer`, or why it has none.
     pub fn of(tokenizer: &tokenizers::Tokenizer) -> Result<Self, String> {
-        let mut cuts = Self { words: true, lines: true, ..Self::default() };
+        let mut cuts = Self { kinds: [true; KINDS], ..Self::default() };
         let mut space = ' ';
         if let Some(normalizer) = tokenizer.get_normalizer() {
             cuts.normalizer(normalizer, &mut space)?;
@@ -59,18 +79,21 @@ impl Cuts {
         if cuts.drops_space && space != MARK {
             return Err("its normalizer puts a character before every text".into());
         }
-        let mut passed = Passed { words: AtCut::GoesOn, lines: AtCut::GoesOn, space, bytes: false };
+        let mut passed = Passed { at: [GoesOn; KINDS], space, bytes: false };
         if let Some(pre_tokenizer) = tokenizer.get_pre_tokenizer() {
             cuts.pre_tokenizer(pre_tokenizer, &mut passed)?;
         }
-        cuts.words &= passed.words != AtCut::Crosses;
-        cuts.lines &= passed.lines != AtCut::Crosses;
+        for (safe, at) in cuts.kinds.iter_mut().zip(passed.at) {
+            *safe &= at != Crosses;
+        }
+        // Marks and parts of Hangul would have to be looked for in added tokens as well.
+        cuts.kinds[HANGUL] &= !cuts.changes.decomposes;
         cuts.model(tokenizer.get_model(), &passed);
         cuts.added_tokens(tokenizer)?;
-        if cuts.words || cuts.lines {
+        if cuts.kinds.contains(&true) {
             Ok(cuts)
         } else {
-            Err("its pieces of text go on over spaces and line ends".into())
+            Err("its pre-tokenizer does not split at spaces or line ends".into())
         }
     }
 
@@ -94,35 +117,53 @@ impl Cuts {
     }
 
     fn safe_word(&self, before: char, after: char) -> bool {
-        self.words
-            && is_cased(before)
-            && is_cased(after)
+        // What ends a piece is the character before the space; with letters it may also be that after it.
+        kind_in_words(before).is_some_and(|kind| self.kinds[kind])
+            && kind_in_words(after).is_some_and(|kind| self.kinds[kind])
             && self.is_single(before)
             && !self.not_after.contains(&before)
             && !self.not_before.contains(&after)
     }
 
     fn safe_line(&self, before: char, after: char) -> bool {
-        let letter = is_plain(after) || (self.singles.is_none() && is_composed(after));
-        self.lines
+        kind_on_line(after).is_some_and(|kind| self.kinds[kind])
             && !before.is_whitespace()
-            && letter
             && self.is_single(after)
             && self.is_single('\n')
             && !self.not_on_line.contains(&after)
     }
 
+    fn no_lines(&mut self) {
+        (self.kinds[LINE], self.kinds[SIGN]) = (false, false);
+    }
+
+    /// No line cut before `c`, nor before a character that becomes `c` with the marks after it.
+    fn not_on_line(&mut self, c: char) {
+        if self.changes.composes && !c.is_ascii() {
+            self.no_lines();
+        }
+        self.not_on_line.extend(both_cases(c));
+    }
+
     fn normalizer(&mut self, normalizer: &NormalizerWrapper, space: &mut char) -> Result<(), String> {
         match normalizer {
-            // Both kinds of cuts lie before a character that begins a sequence of its own in every normal form.
-            NormalizerWrapper::NFC(_)
-            | NormalizerWrapper::NFD(_)
-            | NormalizerWrapper::NFKC(_)
-            | NormalizerWrapper::NFKD(_)
-            | NormalizerWrapper::Lowercase(_) => Ok(()),
+            // No normal form joins a space or a line end with what stands before it, or a line end with what comes after.
+            NormalizerWrapper::NFC(_) | NormalizerWrapper::NFKC(_) => {
+                self.changes.composes = true;
+                Ok(())
+            }
+            NormalizerWrapper::NFD(_) | NormalizerWrapper::NFKD(_) => {
+                self.changes.decomposes = true;
+                Ok(())
+            }
+            NormalizerWrapper::Lowercase(_) => {
+                self.changes.lowercases = true;
+                Ok(())
+            }
             NormalizerWrapper::Sequence(list) => list.as_ref().iter().try_for_each(|one| self.normalizer(one, space)),
             NormalizerWrapper::Prepend(prepend) if prepend.prepend.chars().eq([MARK]) => {
-                (self.drops_space, self.lines) = (true, false);
+                self.drops_space = true;
+                self.no_lines();
                 Ok(())
             }
             NormalizerWrapper::Replace(replace) => {
@@ -133,12 +174,13 @@ impl Cuts {
                         *space = MARK;
                         Ok(())
                     }
-                    // It leaves letters, spaces and line ends as they are, and puts none where there was none.
+                    // It leaves letters, digits, spaces and line ends as they are, and puts no space where there was none.
                     Some(pattern)
                         if !pattern.chars().any(|c| c.is_alphanumeric() || c.is_whitespace() || c == MARK)
                             && !replace.content.is_empty()
                             && !replace.content.chars().any(|c| c.is_whitespace() || c == MARK) =>
                     {
+                        pattern.chars().next().into_iter().for_each(|c| self.not_on_line(c));
                         Ok(())
                     }
                     _ => Err("its normalizer replaces text by a rule that is not known".into()),
@@ -150,11 +192,10 @@ impl Cuts {
 
     fn pre_tokenizer(&mut self, step: &PreTokenizerWrapper, passed: &mut Passed) -> Result<(), String> {
         let unknown = || Err("its pre-tokenizer splits text by a rule that is not known".to_string());
-        let ends = passed.words == AtCut::Ends && passed.lines == AtCut::Ends;
-        if passed.bytes && !ends {
+        if passed.bytes && !passed.ends() {
             return unknown();
         }
-        let (words, lines) = match step {
+        let at = match step {
             PreTokenizerWrapper::Sequence(list) => {
                 return list.as_ref().iter().try_for_each(|step| self.pre_tokenizer(step, passed));
             }
@@ -163,9 +204,11 @@ impl Cuts {
                     return unknown();
                 }
                 // A space is put before a text that does not begin with one.
-                self.lines &= !step.add_prefix_space || passed.lines == AtCut::Ends;
+                for kind in [LINE, SIGN] {
+                    self.kinds[kind] &= !step.add_prefix_space || passed.at[kind] == Ends;
+                }
                 passed.bytes = true;
-                if step.use_regex { (AtCut::Ends, AtCut::Ends) } else { (AtCut::GoesOn, AtCut::GoesOn) }
+                [if step.use_regex { Ends } else { GoesOn }; KINDS]
             }
             PreTokenizerWrapper::Split(step) => {
                 let pattern = serde_json::to_value(&step.pattern).unwrap_or_default();
@@ -179,41 +222,48 @@ impl Cuts {
                 let known = regex.filter(|_| isolates && passed.space == ' ').map(listed);
                 let row = known.and_then(|known| SPLITS.iter().find(|(pattern, ..)| *pattern == known));
                 match (row, text.map(|text| text.chars().collect::<Vec<_>>()).as_deref()) {
-                    (Some((_, words, lines)), _) => (*words, *lines),
-                    // A character that neither side of a cut is.
+                    (Some((_, at)), _) => *at,
+                    // A character that is on neither side of a cut, or first on a line.
                     (None, Some([c])) if *c != passed.space && *c != '\n' && !c.is_alphanumeric() => {
-                        (AtCut::GoesOn, AtCut::GoesOn)
+                        at_sign(step.behavior)
                     }
                     _ => return unknown(),
                 }
             }
-            PreTokenizerWrapper::Digits(_) | PreTokenizerWrapper::Punctuation(_) => (AtCut::GoesOn, AtCut::GoesOn),
+            PreTokenizerWrapper::Digits(_) => [GoesOn, Ends, GoesOn, GoesOn, GoesOn],
+            PreTokenizerWrapper::Punctuation(step) => at_sign(step.behavior),
             PreTokenizerWrapper::Whitespace(_)
             | PreTokenizerWrapper::WhitespaceSplit(_)
             | PreTokenizerWrapper::BertPreTokenizer(_) => {
                 if passed.space != ' ' {
                     return unknown();
                 }
-                (AtCut::Ends, AtCut::Ends)
+                [Ends; KINDS]
             }
             PreTokenizerWrapper::Metaspace(step) => {
                 use tokenizers::pre_tokenizers::metaspace::PrependScheme;
                 passed.space = step.get_replacement();
-                self.lines &= step.get_prepend_scheme() == PrependScheme::Never;
-                (if step.get_split() { AtCut::Ends } else { AtCut::GoesOn }, AtCut::GoesOn)
+                if step.get_prepend_scheme() != PrependScheme::Never {
+                    self.no_lines();
+                }
+                let words = if step.get_split() { Ends } else { GoesOn };
+                [words, words, words, GoesOn, GoesOn]
             }
             _ => return unknown(),
         };
         // What comes after the end of a piece does not join pieces again.
-        let and = |before: AtCut, now: AtCut| if before == AtCut::GoesOn { now } else { before };
-        (passed.words, passed.lines) = (and(passed.words, words), and(passed.lines, lines));
+        for (before, now) in passed.at.iter_mut().zip(at) {
+            if *before == GoesOn {
+                *before = now;
+            }
+        }
         Ok(())
     }
 
     /// Where no piece ends at a cut, merges must not go over it.
     fn model(&mut self, model: &ModelWrapper, passed: &Passed) {
-        let (words_end, lines_end) = (passed.words == AtCut::Ends, passed.lines == AtCut::Ends);
-        if words_end && (lines_end || !self.lines) {
+        let ends = passed.at.map(|at| at == Ends);
+        if (0..KINDS).all(|kind| ends[kind] || !self.kinds[kind]) {
             return;
         }
         let merges = match model {
@@ -223,11 +273,17 @@ impl Cuts {
             }
             _ => None,
         };
-        let Some(vocab) = merges else {
-            (self.words, self.lines) = (self.words && words_end, self.lines && lines_end);
-            return;
-        };
-        // A character without a token would be joined with its neighbour, or come as bytes.
+        // The characters that merges see must be those of the text.
+        let Changes { composes, decomposes, lowercases } = self.changes;
+        for (kind, safe) in self.kinds.iter_mut().enumerate() {
+            let same = match kind {
+                LETTER | DIGIT => !lowercases,
+                _ => !(composes || decomposes || lowercases),
+            };
+            *safe &= ends[kind] || (merges.is_some() && same);
+        }
+        let Some(vocab) = merges else { return };
+        // A character without a token may be merged with its neighbour or encoded as bytes.
         let mut singles = BTreeSet::new();
         for token in vocab.keys() {
             let mut chars = token.chars();
@@ -245,14 +301,15 @@ impl Cuts {
                 before = c;
             }
         }
-        self.words &= words_end || singles.contains(&passed.space);
+        for kind in [LETTER, DIGIT, HANGUL] {
+            self.kinds[kind] &= ends[kind] || singles.contains(&passed.space);
+        }
         self.singles = Some(singles);
     }
 
-    /// Bars the places that an added token may reach over, or take space from.
+    /// Excludes cuts that an added token could span, or whose whitespace it could strip.
     fn added_tokens(&mut self, tokenizer: &tokenizers::Tokenizer) -> Result<(), String> {
         let is_space = |c: char| c == MARK || c.is_whitespace();
-        let both = |c: char| c.to_lowercase().chain(c.to_uppercase()).chain([c]).collect::<Vec<_>>();
         for token in tokenizer.get_added_tokens_decoder().into_values() {
             let mut normalized = NormalizedString::from(token.content.as_str());
             if let Some(normalizer) = tokenizer.get_normalizer() {
@@ -268,22 +325,22 @@ impl Cuts {
                 }
                 for pair in chars.windows(2) {
                     if is_space(pair[1]) {
-                        self.not_after.extend(both(pair[0]));
+                        self.not_after.extend(both_cases(pair[0]));
                     }
                     if pair[0] == '\n' {
-                        self.not_on_line.extend(both(pair[1]));
+                        self.not_on_line(pair[1]);
                     }
                 }
                 if token.rstrip || self.drops_space {
-                    self.not_after.extend(both(last));
+                    self.not_after.extend(both_cases(last));
                 }
                 if token.lstrip {
-                    self.not_on_line.extend(both(first));
+                    self.not_on_line(first);
                 }
                 if self.drops_space {
                     let letter = chars.iter().find(|c| !is_space(**c));
                     match letter {
-                        Some(letter) => self.not_before.extend(both(*letter)),
+                        Some(letter) => self.not_before.extend(both_cases(*letter)),
                         None if chars.len() == 1 => return Err("a space is an added token of its own".into()),
                         None => {}
                     }
@@ -291,6 +348,37 @@ impl Cuts {
             }
         }
         Ok(())
+    }
+}
+
+fn both_cases(c: char) -> impl Iterator<Item = char> {
+    c.to_lowercase().chain(c.to_uppercase()).chain([c])
+}
+
+/// What a step does that splits at punctuation.
+fn at_sign(behavior: SplitDelimiterBehavior) -> [AtCut; KINDS] {
+    // A line end before the cut would be joined with punctuation after it.
+    let sign = if behavior == SplitDelimiterBehavior::MergedWithPrevious { Crosses } else { GoesOn };
+    [GoesOn, GoesOn, GoesOn, GoesOn, sign]
+}
+
+/// The kind of word cut that a character on a side of it is of.
+fn kind_in_words(c: char) -> Option<usize> {
+    match c {
+        c if is_cased(c) => Some(LETTER),
+        '0'..='9' => Some(DIGIT),
+        '\u{ac00}'..='\u{d7a3}' => Some(HANGUL),
+        _ => None,
+    }
+}
+
+/// The kind of line cut before a character.
+fn kind_on_line(c: char) -> Option<usize> {
+    match c {
+        c if is_plain(c) || is_composed(c) => Some(LINE),
+        '/' => None,
+        '!'..='~' => Some(SIGN),
+        _ => None,
     }
 }
 
@@ -313,11 +401,15 @@ fn is_composed(c: char) -> bool {
     matches!(c, '\u{3041}'..='\u{3096}' | '\u{30a1}'..='\u{30fa}' | '\u{ac00}'..='\u{d7a3}')
 }
 
+/// Told of the bytes of a part that is longer than [`LONGEST_PART`], before it is tokenized in one piece.
+pub type OnLongPart<'a> = &'a dyn Fn(usize);
+
 /// Token ids of a text that comes in parts: the ids are those of [`Tokenizer::encode`] for the whole, without special tokens
 /// around it. Where the tokenizer has safe cuts, text is held only until the next one.
 pub struct TextEncoder<'a> {
     tokenizer: &'a Tokenizer,
     piece: usize,
+    on_long_part: Option<OnLongPart<'a>>,
     rest: String,
     /// Bytes at the start of `rest` without a cut.
     searched: usize,
@@ -326,7 +418,12 @@ pub struct TextEncoder<'a> {
 impl<'a> TextEncoder<'a> {
     /// An encoder that tokenizes about `piece` bytes at once, such as [`PIECE`].
     pub fn new(tokenizer: &'a Tokenizer, piece: usize) -> Self {
-        Self { tokenizer, piece, rest: String::new(), searched: 0 }
+        Self { tokenizer, piece, on_long_part: None, rest: String::new(), searched: 0 }
+    }
+
+    /// The same that calls `on_long_part` before it tokenizes a part that takes much memory.
+    pub fn warning(tokenizer: &'a Tokenizer, piece: usize, on_long_part: OnLongPart<'a>) -> Self {
+        Self { on_long_part: Some(on_long_part), ..Self::new(tokenizer, piece) }
     }
 
     /// Takes more text; the ids that are certain are added to `ids`.
@@ -353,15 +450,19 @@ impl<'a> TextEncoder<'a> {
                 parts.push(&self.rest[start..end]);
                 start = next;
             }
-            // A cut shows itself by the character after it.
+            // The character after a cut is needed to recognize it.
             self.searched = self.rest.len().saturating_sub(1).saturating_sub(start);
         }
         if ended && start < self.rest.len() {
             parts.push(&self.rest[start..]);
             start = self.rest.len();
         }
+        if let Some(on_long_part) = self.on_long_part {
+            parts.iter().filter(|part| part.len() > LONGEST_PART).for_each(|part| on_long_part(part.len()));
+        }
         // Taken in order, so that the first fault is the one that is reported.
-        let encoded: Vec<_> = parts.par_iter().map(|part| self.tokenizer.encode(part)).collect();
+        let tokenizer = self.tokenizer;
+        let encoded: Vec<_> = parts.par_iter().map(|part| tokenizer.encode(part)).collect();
         for part in encoded {
             ids.extend(part?);
         }

@@ -1,4 +1,4 @@
-//! How pre-tokenizers of published models split text, and whether text may be cut at a word or a line under each.
+//! How pre-tokenizers of published models split text, and where text may be cut under each.
 //!
 //! A row is a regular expression of a `Split` step that isolates its matches. Each was read: what a match can hold, and what it
 //! looks at beyond its end.
@@ -85,36 +85,50 @@ pub const DIGIT_TRIPLES: &str = "split [0-9][0-9][0-9]";
 /// What a step does at a cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtCut {
-    /// A piece always ends there, and what lies before and after is split as by itself.
+    /// A piece always ends there, and the text on each side is split independently.
     Ends,
-    /// A piece may go on beyond it, and all else is split as by itself.
+    /// A piece may go on beyond it, and the text on each side is split independently.
     GoesOn,
-    /// What lies on one side may change how the other is split.
+    /// The text on one side can change how the other side is split.
     Crosses,
 }
 
-/// A step with what it does between a letter and one space before a letter, and between one line end and a letter.
-pub const SPLITS: &[(&str, AtCut, AtCut)] = &[
-    // No match holds a letter and then a space, or a line end and then a letter; a letter is always part of a match. Of one
-    // space or line end between what is no space, nothing is left to `(?!\S)`.
-    (WORDS_THREE_DIGITS, Ends, Ends),
-    (WORDS_ONE_DIGIT, Ends, Ends),
-    (WORDS_WITH_MARKS, Ends, Ends),
-    (CASED, Ends, Ends),
-    (CASED_CONTRACTIONS, Ends, Ends),
-    (WORDS_OR_SYMBOLS, Ends, Ends),
-    (LINE_ENDS, GoesOn, Ends),
+/// Kinds of cuts. The first three lie before a single space that stands after a letter with case, a digit or a Hangul
+/// syllable, and before another of these. The last two lie after a single line end, before a letter or before a digit or
+/// ASCII punctuation other than the slash.
+pub const KINDS: usize = 5;
+pub const LETTER: usize = 0;
+pub const DIGIT: usize = 1;
+pub const HANGUL: usize = 2;
+pub const LINE: usize = 3;
+pub const SIGN: usize = 4;
+
+/// A step with what it does at each kind of cut.
+pub const SPLITS: &[(&str, [AtCut; KINDS])] = &[
+    // No match holds a letter or a digit and then a space, or a line end and then a character that is no space (but `CASED`
+    // takes slashes after a line end). A letter is always part of a match, and so is a line end. Of one space or line end
+    // between what is no space, nothing is left to `(?!\S)`; one space before a digit is a match of `\s+`.
+    (WORDS_THREE_DIGITS, [Ends; KINDS]),
+    (WORDS_ONE_DIGIT, [Ends; KINDS]),
+    (WORDS_WITH_MARKS, [Ends; KINDS]),
+    (CASED, [Ends; KINDS]),
+    (CASED_CONTRACTIONS, [Ends; KINDS]),
+    // Digits are no match, but a space after one is, alone or with the letters after it.
+    (WORDS_OR_SYMBOLS, [Ends; KINDS]),
+    (LINE_ENDS, [GoesOn, GoesOn, GoesOn, Ends, Ends]),
     // A line end may begin a match of letters.
-    (LETTERS, Ends, Crosses),
-    (ANY_LETTERS, Ends, Crosses),
-    (PUNCTUATION, GoesOn, GoesOn),
-    (ANY_PUNCTUATION, GoesOn, GoesOn),
+    (LETTERS, [Ends, GoesOn, GoesOn, Crosses, GoesOn]),
+    (ANY_LETTERS, [Ends, GoesOn, Ends, Crosses, GoesOn]),
+    // A line end may begin a match of punctuation.
+    (PUNCTUATION, [GoesOn, GoesOn, GoesOn, GoesOn, Crosses]),
+    (ANY_PUNCTUATION, [GoesOn, GoesOn, GoesOn, GoesOn, Crosses]),
     // The part before the cut would end with space that the whole does not end with.
-    (TRAILING_SPACE, GoesOn, Crosses),
-    (EAST_ASIAN, GoesOn, GoesOn),
-    (CHINESE_AND_KANA, GoesOn, GoesOn),
-    (THREE_DIGITS, GoesOn, GoesOn),
-    (DIGIT_TRIPLES, GoesOn, GoesOn),
+    (TRAILING_SPACE, [GoesOn, GoesOn, GoesOn, Crosses, Crosses]),
+    // Hangul lies in its last range.
+    (EAST_ASIAN, [GoesOn, GoesOn, Ends, GoesOn, GoesOn]),
+    (CHINESE_AND_KANA, [GoesOn; KINDS]),
+    (THREE_DIGITS, [GoesOn, Ends, GoesOn, GoesOn, GoesOn]),
+    (DIGIT_TRIPLES, [GoesOn; KINDS]),
 ];
 
 /// How a `Split` step with this regular expression is listed, on one line.

@@ -57,6 +57,16 @@ fn with_added(mut json: Value, tokens: &[Value]) -> Value {
     json
 }
 
+/// With tokens for characters that had none.
+fn with_tokens(mut json: Value, tokens: &[&str]) -> Value {
+    let vocab = json["model"]["vocab"].as_object_mut().unwrap();
+    let first = vocab.values().filter_map(Value::as_u64).max().unwrap() + 100;
+    for (id, token) in (first..).zip(tokens) {
+        vocab.entry(*token).or_insert(json!(id));
+    }
+    json
+}
+
 /// Numbers that look random, the same ones every time.
 struct Numbers(u64);
 
@@ -68,7 +78,7 @@ impl Numbers {
 }
 
 /// What tokenizers trip over.
-const FRAGMENTS: [&str; 42] = [
+const FRAGMENTS: [&str; 54] = [
     "the",
     "whale",
     " ",
@@ -111,6 +121,18 @@ const FRAGMENTS: [&str; 42] = [
     "Yes",
     "HTTPServer",
     "a/b",
+    "3",
+    "4 5",
+    "6 a",
+    "b 8",
+    "\n9",
+    "\n{",
+    "/",
+    "\"",
+    "<",
+    "\u{338}",
+    "한 글",
+    "\n가",
 ];
 
 fn awkward(seed: u64, fragments: usize) -> String {
@@ -175,6 +197,36 @@ fn parts_have_the_tokens_of_the_whole() {
         assert!(count > 500 && longest < 2_000, "{name}: {count} cuts, {longest} bytes without one");
     }
     same_tokens("demo", &tokenizer(&demo().to_string()));
+}
+
+/// Numbers and words of Hangul have spaces between them, and lines may begin with any character.
+#[test]
+fn text_without_letters_is_cut() {
+    let lines = |line: &dyn Fn(usize) -> String| (0..2_000).map(line).collect::<String>();
+    let spaced = lines(&|i| format!("{} {} {}\n", i, i * 7, i % 13));
+    let hangul = lines(&|i| format!("한글 {} 글한", if i % 3 == 0 { "한" } else { "글" }));
+    let table = lines(&|i| format!("{i},{},\"{}\"\n", i * 7, i % 13));
+    let markup = lines(&|i| format!("<p>{i}</p>\n"));
+    let kana = "かな\nカナ\n".repeat(500);
+    for (name, json) in [
+        ("demo", demo()),
+        ("llama3", golden("llama3")),
+        ("mistral", golden("mistral")),
+        ("qwen2", golden("qwen2")),
+        ("smollm2", golden("smollm2")),
+        ("gemma3", with_tokens(golden("gemma3"), &["\n", "한", "글", "か", "な", "カ", "ナ", "<", "\""])),
+        ("llama", with_tokens(golden("llama"), &["한", "글"])),
+    ] {
+        let tokenizer = tokenizer(&json.to_string());
+        // A space is put before every text that this tokenizer is given, so that lines are not cut.
+        let texts = [&*spaced, &*hangul, &*table, &*markup, &*kana];
+        for text in &texts[..if name == "llama" { 2 } else { 5 }] {
+            let (count, longest) = cuts(&tokenizer, text);
+            assert!(count > 500 && longest < 100, "{name}: {count} cuts, {longest} bytes without one in {text:.20}");
+            assert!(in_parts(&tokenizer, text, 60, 7) == tokenizer.encode(text).unwrap(), "{name}: {text:.20}");
+        }
+        same_tokens(name, &tokenizer);
+    }
 }
 
 #[test]
