@@ -13,7 +13,7 @@ use thiserror::Error;
 
 use super::text::{Counted, TextFacts, TextSource};
 use crate::model::chat::{ChatError, Message};
-use crate::model::cuts::{PIECE, TextEncoder};
+use crate::model::cuts::{OnLongPart, PIECE, TextEncoder};
 use crate::model::tokenizer::{BosRule, Tokenizer, TokenizerError};
 
 /// Text shipped for calibration when the user gives none.
@@ -25,7 +25,9 @@ const HELDOUT_SCIENCE: &str = include_str!("../../calib/heldout-science.txt");
 
 /// Documents tokenized side by side.
 const AT_ONCE: usize = 256;
-/// What lies between documents that are one text.
+/// Bytes of documents from which on no more are added to those.
+const BYTES_AT_ONCE: usize = 1 << 20;
+/// Separator between documents that are joined into one text.
 const BETWEEN: &str = "\n\n";
 
 /// What can be wrong with a corpus.
@@ -45,6 +47,8 @@ pub enum CorpusError {
     Chat { path: PathBuf, line: usize, source: ChatError },
     #[error("`{path}`, line {line} holds `messages`, but the model has no chat template; give lines with `text`")]
     NoTemplate { path: PathBuf, line: usize },
+    #[error("`{path}` changed while it was in use; run the command again")]
+    Changed { path: PathBuf },
     #[error("`{name}` holds no text")]
     Empty { name: String },
     #[error(transparent)]
@@ -68,6 +72,9 @@ fn advice(fits: usize) -> String {
 
 /// Renders a conversation with the model's chat template.
 pub type RenderChat = Arc<dyn Fn(&[Message]) -> Result<String, ChatError> + Send + Sync>;
+
+/// Loads the renderer of conversations; `None` if the model has no chat template.
+pub type LoadChat<'a> = &'a mut dyn FnMut() -> Result<Option<RenderChat>, ChatError>;
 
 /// Documents, and what the report calls them. A file is read again whenever its text is asked for, so that memory does not
 /// grow with it.
@@ -125,12 +132,20 @@ impl Corpus {
     /// For a file that cannot be read, is not text, or has a line that is not understood, whether or not that part of it
     /// will be needed.
     pub fn read(path: &Path, chat: Option<RenderChat>) -> Result<Self, CorpusError> {
+        Self::read_with(path, &mut || Ok(chat.clone()))
+    }
+
+    /// As [`Corpus::read`], with a renderer that is loaded when the first line with `messages` is met.
+    ///
+    /// # Errors
+    /// As [`Corpus::read`], and when the renderer is needed and cannot be loaded.
+    pub fn read_with(path: &Path, load: LoadChat<'_>) -> Result<Self, CorpusError> {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
         if ["json", "parquet", "csv", "gz", "zst", "zip", "pdf"].contains(&&*extension) {
             return Err(CorpusError::Kind { path: path.into(), extension });
         }
-        let source = TextSource::file(path, (extension == "jsonl").then_some(chat))?;
-        let mut reader = source.open()?;
+        let mut source = TextSource::file(path, extension == "jsonl")?;
+        let mut reader = source.open(Some(load))?;
         let (mut facts, mut documents, mut ended, mut blank) = (Counted::default(), 0, true, true);
         while let Some(piece) = reader.next_piece()? {
             if ended && documents > 0 {
@@ -146,7 +161,9 @@ impl Corpus {
         }
         // Reports are to be the same wherever the text lies.
         let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
-        Ok(Self { name, sha256: reader.sha256(), documents, facts: facts.finish(), source })
+        let sha256 = reader.sha256();
+        source.expect(&sha256);
+        Ok(Self { name, sha256, documents, facts: facts.finish(), source })
     }
 
     /// All documents as one stream of tokens. Between documents stands the tokenizer's EOS, if it has one, unless
@@ -157,18 +174,31 @@ impl Corpus {
 
     /// As [`Corpus::tokens`], but text after the first `enough` tokens is neither read nor tokenized.
     pub fn first_tokens(&self, tokenizer: &Tokenizer, enough: usize) -> Result<Vec<u32>, CorpusError> {
-        let (mut stream, mut reader) = (Vec::new(), self.source.open()?);
-        let mut whole: Vec<String> = Vec::new();
+        self.first_tokens_warning(tokenizer, enough, &|_| ())
+    }
+
+    /// As [`Corpus::first_tokens`]; `on_long_part` is called before a part is tokenized that takes much memory.
+    pub fn first_tokens_warning(
+        &self,
+        tokenizer: &Tokenizer,
+        enough: usize,
+        on_long_part: OnLongPart<'_>,
+    ) -> Result<Vec<u32>, CorpusError> {
+        let (mut stream, mut reader) = (Vec::new(), self.source.open(None)?);
+        let (mut whole, mut bytes): (Vec<String>, usize) = (Vec::new(), 0);
         let mut begun: Option<TextEncoder> = None;
         while stream.len() < enough
             && let Some(piece) = reader.next_piece()?
         {
             match (begun.take(), piece.ends) {
-                // Documents that come in one piece are tokenized side by side.
+                // Documents that come in one piece are tokenized side by side. Nearly every token has at least one byte, so
+                // that fewer bytes than the tokens to come are not enough.
                 (None, true) => {
+                    bytes += piece.text.len();
                     whole.push(piece.text.into_owned());
-                    if whole.len() == AT_ONCE {
+                    if whole.len() == AT_ONCE || bytes >= BYTES_AT_ONCE.min(enough - stream.len()) {
                         append(&mut stream, tokenizer, &std::mem::take(&mut whole))?;
+                        bytes = 0;
                     }
                 }
                 (encoder, ends) => {
@@ -176,8 +206,9 @@ impl Corpus {
                         Some(encoder) => encoder,
                         None => {
                             append(&mut stream, tokenizer, &std::mem::take(&mut whole))?;
+                            bytes = 0;
                             between(&mut stream, tokenizer);
-                            TextEncoder::new(tokenizer, PIECE)
+                            TextEncoder::warning(tokenizer, PIECE, on_long_part)
                         }
                     };
                     encoder.push(&piece.text, &mut stream)?;
@@ -200,8 +231,18 @@ impl Corpus {
     /// The tokens of [`Corpus::text`], at least `enough` of them if it has so many; text after them is neither read nor
     /// tokenized.
     pub fn first_text_tokens(&self, tokenizer: &Tokenizer, enough: usize) -> Result<Vec<u32>, CorpusError> {
-        let (mut ids, mut reader) = (Vec::new(), self.source.open()?);
-        let mut encoder = TextEncoder::new(tokenizer, PIECE);
+        self.first_text_tokens_warning(tokenizer, enough, &|_| ())
+    }
+
+    /// As [`Corpus::first_text_tokens`]; `on_long_part` is called before a part is tokenized that takes much memory.
+    pub fn first_text_tokens_warning(
+        &self,
+        tokenizer: &Tokenizer,
+        enough: usize,
+        on_long_part: OnLongPart<'_>,
+    ) -> Result<Vec<u32>, CorpusError> {
+        let (mut ids, mut reader) = (Vec::new(), self.source.open(None)?);
+        let mut encoder = TextEncoder::warning(tokenizer, PIECE, on_long_part);
         let (mut ended, mut first) = (true, true);
         while ids.len() < enough {
             let Some(piece) = reader.next_piece()? else {
@@ -225,7 +266,7 @@ impl Corpus {
 
     /// The documents themselves.
     pub fn all_documents(&self) -> Result<Vec<String>, CorpusError> {
-        let (mut out, mut ended, mut reader) = (Vec::new(), true, self.source.open()?);
+        let (mut out, mut ended, mut reader) = (Vec::new(), true, self.source.open(None)?);
         while let Some(piece) = reader.next_piece()? {
             match (ended, out.last_mut()) {
                 (false, Some(last)) => String::push_str(last, &piece.text),
@@ -254,7 +295,7 @@ fn append(stream: &mut Vec<u32>, tokenizer: &Tokenizer, documents: &[String]) ->
     Ok(())
 }
 
-/// Ends what is in the stream, if it has not ended itself.
+/// Appends EOS unless the stream already ends with one.
 fn between(stream: &mut Vec<u32>, tokenizer: &Tokenizer) {
     let ended = stream.last().is_none_or(|last| tokenizer.eos().contains(last));
     if let (false, Some(&eos)) = (ended, tokenizer.eos().first()) {
@@ -263,21 +304,20 @@ fn between(stream: &mut Vec<u32>, tokenizer: &Tokenizer) {
 }
 
 /// What a line of a .jsonl file holds.
-pub(super) fn document(
-    path: &Path,
-    number: usize,
-    line: &str,
-    chat: Option<&RenderChat>,
-) -> Result<String, CorpusError> {
+pub(super) fn document(path: &Path, number: usize, line: &str, chat: LoadChat<'_>) -> Result<String, CorpusError> {
     let bad = |why: String| CorpusError::Line { path: path.into(), line: number, why };
-    let value: Value = serde_json::from_str(line).map_err(|e| bad(format!("not JSON: {}", json_reason(&e))))?;
-    match (value.get("text"), value.get("messages")) {
-        (Some(Value::String(text)), _) => Ok(text.clone()),
-        (Some(_), _) => Err(bad("`text` is not a string".into())),
+    let mut value: Value = serde_json::from_str(line).map_err(|e| bad(format!("not JSON: {}", json_reason(&e))))?;
+    let mut field = |name: &str| value.get_mut(name).map(Value::take).filter(|value| !value.is_null());
+    match (field("text"), field("messages")) {
+        (Some(_), Some(_)) => Err(bad("has both `text` and `messages`".into())),
+        (Some(Value::String(text)), None) => Ok(text),
+        (Some(_), None) => Err(bad("`text` is not a string".into())),
         (None, Some(list)) => {
-            let messages = messages(list).map_err(bad)?;
+            let messages = messages(&list).map_err(bad)?;
+            let failed = |source| CorpusError::Chat { path: path.into(), line: number, source };
+            let chat = chat().map_err(failed)?;
             let chat = chat.ok_or_else(|| CorpusError::NoTemplate { path: path.into(), line: number })?;
-            chat(&messages).map_err(|source| CorpusError::Chat { path: path.into(), line: number, source })
+            chat(&messages).map_err(failed)
         }
         (None, None) => Err(bad("has neither `text` nor `messages`".into())),
     }

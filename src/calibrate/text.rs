@@ -1,26 +1,29 @@
 //! Text files as they are read: in pieces, decoded and checked on the way.
 
 use std::borrow::Cow;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{Cursor, Read};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::SystemTime;
 
 use sha2::{Digest, Sha256};
 
-use super::corpus::{CorpusError, RenderChat, document};
+use super::corpus::{CorpusError, LoadChat, RenderChat, document};
+use crate::model::chat::ChatError;
+use crate::num::hex::hex;
 
-/// Bytes read at once.
-const CHUNK: u64 = 256 << 10;
+/// Bytes read at once, and the most that a piece of a document from a .jsonl file has.
+const CHUNK: usize = 256 << 10;
 
-/// What is known of a text as a whole.
+/// Hash and sizes of a whole text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TextFacts {
     /// SHA-256 of its UTF-8 bytes.
     pub sha256: String,
     /// UTF-8 bytes.
     pub bytes: usize,
-    /// What whitespace separates.
+    /// Words separated by whitespace.
     pub words: usize,
 }
 
@@ -53,12 +56,24 @@ impl Counted {
     }
 
     pub fn finish(self) -> TextFacts {
-        TextFacts { sha256: hex(self.hash), bytes: self.bytes, words: self.words }
+        TextFacts { sha256: hex(&self.hash.finalize()), bytes: self.bytes, words: self.words }
     }
 }
 
-fn hex(hash: Sha256) -> String {
-    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
+/// The renderer of a file's chats, if the model has a template; set when the first chat is met.
+type Chats = Arc<OnceLock<Option<RenderChat>>>;
+
+/// What shows that a file was changed.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct Stamp {
+    bytes: u64,
+    modified: Option<SystemTime>,
+}
+
+impl Stamp {
+    fn of(metadata: &Metadata) -> Self {
+        Self { bytes: metadata.len(), modified: metadata.modified().ok() }
+    }
 }
 
 /// Where documents come from.
@@ -67,45 +82,69 @@ pub(super) enum TextSource {
     Shipped(&'static str),
     File {
         path: PathBuf,
-        /// What cannot be read twice, such as a pipe.
+        /// The content of a file that cannot be read twice, such as a pipe.
         held: Option<Arc<[u8]>>,
-        /// For a .jsonl file: what renders its chats, if anything does.
-        lines: Option<Option<RenderChat>>,
+        stamp: Stamp,
+        /// SHA-256 of the file, once it was read to its end.
+        sha256: Option<String>,
+        /// For a .jsonl file: the renderer of its chats.
+        lines: Option<Chats>,
     },
 }
 
 impl TextSource {
-    pub fn file(path: &Path, lines: Option<Option<RenderChat>>) -> Result<Self, CorpusError> {
+    /// A file; `lines` for .jsonl.
+    pub fn file(path: &Path, lines: bool) -> Result<Self, CorpusError> {
         let failed = |e: std::io::Error| CorpusError::Io { path: path.into(), why: e.to_string() };
-        let regular = std::fs::metadata(path).map_err(failed)?.is_file();
-        let held = if regular { None } else { Some(std::fs::read(path).map_err(failed)?.into()) };
-        Ok(Self::File { path: path.into(), held, lines })
+        let metadata = std::fs::metadata(path).map_err(failed)?;
+        let held = if metadata.is_file() { None } else { Some(std::fs::read(path).map_err(failed)?.into()) };
+        let lines = lines.then(Chats::default);
+        Ok(Self::File { path: path.into(), held, stamp: Stamp::of(&metadata), sha256: None, lines })
     }
 
-    pub fn open(&self) -> Result<TextReader, CorpusError> {
-        let (path, reader, lines): (PathBuf, Box<dyn Read>, _) = match self {
-            Self::Shipped(text) => (PathBuf::new(), Box::new(Cursor::new(*text)), None),
-            Self::File { path, held: Some(bytes), lines } => {
-                (path.clone(), Box::new(Cursor::new(bytes.clone())), lines.clone())
+    /// From now on a file whose hash is another one is refused.
+    pub fn expect(&mut self, hash: &str) {
+        if let Self::File { sha256, .. } = self {
+            *sha256 = Some(hash.into());
+        }
+    }
+
+    /// Reads from the start. `load` is asked for the renderer when a chat is met for the first time.
+    ///
+    /// # Errors
+    /// When the file cannot be opened, or is not as it was.
+    pub fn open<'a>(&self, load: Option<LoadChat<'a>>) -> Result<TextReader<'a>, CorpusError> {
+        let (path, reader, expected, lines): (PathBuf, Box<dyn Read>, _, _) = match self {
+            Self::Shipped(text) => (PathBuf::new(), Box::new(Cursor::new(*text)), None, None),
+            Self::File { path, held: Some(bytes), lines, .. } => {
+                (path.clone(), Box::new(Cursor::new(bytes.clone())), None, lines.clone())
             }
-            Self::File { path, held: None, lines } => {
+            Self::File { path, held: None, stamp, sha256, lines } => {
                 let failed = |e: std::io::Error| CorpusError::Io { path: path.clone(), why: e.to_string() };
-                (path.clone(), Box::new(File::open(path).map_err(failed)?), lines.clone())
+                let file = File::open(path).map_err(failed)?;
+                if Stamp::of(&file.metadata().map_err(failed)?) != *stamp {
+                    return Err(CorpusError::Changed { path: path.clone() });
+                }
+                (path.clone(), Box::new(file), sha256.clone(), lines.clone())
             }
         };
         Ok(TextReader {
             path,
             reader,
             hash: Sha256::new(),
+            expected,
             pending: Vec::new(),
             offset: 0,
             return_pending: false,
             ended: false,
             lines,
+            load,
             line: String::new(),
             taken: 0,
             searched: 0,
             number: 0,
+            document: String::new(),
+            given: 0,
             begun: false,
         })
     }
@@ -119,40 +158,63 @@ pub(super) struct TextPiece {
 }
 
 /// Reads documents, piece by piece.
-pub(super) struct TextReader {
+pub(super) struct TextReader<'a> {
     path: PathBuf,
     reader: Box<dyn Read>,
     hash: Sha256,
-    /// Bytes of a character that has not come as a whole.
+    /// The hash of the whole file, where it is known.
+    expected: Option<String>,
+    /// The first bytes of an incomplete character.
     pending: Vec<u8>,
     /// Bytes before them.
     offset: usize,
     /// Whether a carriage return came last, which may be half of a line end.
     return_pending: bool,
     ended: bool,
-    lines: Option<Option<RenderChat>>,
-    /// Lines that have come, the bytes of them that were given out, and those that were searched for a line end.
+    lines: Option<Chats>,
+    load: Option<LoadChat<'a>>,
+    /// Buffered lines; bytes of them already returned; bytes already searched for a line end.
     line: String,
     taken: usize,
     searched: usize,
-    /// Lines given out.
+    /// Lines already returned.
     number: usize,
-    /// Whether a plain text has had a piece.
+    /// The document of the last of them; bytes of it already returned.
+    document: String,
+    given: usize,
+    /// Whether a piece of a plain text was returned.
     begun: bool,
 }
 
-impl TextReader {
+impl TextReader<'_> {
     /// The next piece of a document that is not empty.
     pub fn next_piece(&mut self) -> Result<Option<TextPiece>, CorpusError> {
-        match self.lines.clone() {
-            None => self.next_of_text(),
-            Some(chat) => self.next_line(chat.as_ref()),
+        if self.lines.is_none() {
+            return self.next_of_text();
         }
+        if self.given == self.document.len() {
+            let Some(document) = self.next_document()? else { return Ok(None) };
+            if document.len() <= CHUNK {
+                return Ok(Some(TextPiece { text: document.into(), ends: true }));
+            }
+            (self.document, self.given) = (document, 0);
+        }
+        let rest = &self.document[self.given..];
+        let mut end = rest.len().min(CHUNK);
+        while !rest.is_char_boundary(end) {
+            end -= 1;
+        }
+        let (text, ends) = (rest[..end].to_string(), end == rest.len());
+        self.given += end;
+        if ends {
+            (self.document, self.given) = (String::new(), 0);
+        }
+        Ok(Some(TextPiece { text: text.into(), ends }))
     }
 
     /// SHA-256 of the bytes read so far.
     pub fn sha256(self) -> String {
-        hex(self.hash)
+        hex(&self.hash.finalize())
     }
 
     fn next_of_text(&mut self) -> Result<Option<TextPiece>, CorpusError> {
@@ -166,7 +228,8 @@ impl TextReader {
         Ok(ends.then_some(TextPiece { text: Cow::Borrowed(""), ends }))
     }
 
-    fn next_line(&mut self, chat: Option<&RenderChat>) -> Result<Option<TextPiece>, CorpusError> {
+    /// The next document of a .jsonl file that is not empty.
+    fn next_document(&mut self) -> Result<Option<String>, CorpusError> {
         loop {
             let line = match self.line[self.searched..].find('\n') {
                 Some(found) => {
@@ -195,9 +258,10 @@ impl TextReader {
             if line.trim().is_empty() {
                 continue;
             }
-            let text = document(&self.path, self.number, &line, chat)?;
+            let (lines, load) = (&self.lines, &mut self.load);
+            let text = document(&self.path, self.number, &line, &mut || renderer(lines.as_ref(), load))?;
             if !text.is_empty() {
-                return Ok(Some(TextPiece { text: text.into(), ends: true }));
+                return Ok(Some(text));
             }
         }
     }
@@ -208,7 +272,7 @@ impl TextReader {
             return Ok(None);
         }
         let held = self.pending.len();
-        let read = self.reader.by_ref().take(CHUNK).read_to_end(&mut self.pending);
+        let read = self.reader.by_ref().take(CHUNK as u64).read_to_end(&mut self.pending);
         let read = read.map_err(|e| CorpusError::Io { path: self.path.clone(), why: e.to_string() })?;
         self.hash.update(&self.pending[held..]);
         let bad = |offset| CorpusError::NotText { path: self.path.clone(), offset };
@@ -222,6 +286,9 @@ impl TextReader {
         let first = self.offset == 0;
         self.offset += bytes.len();
         self.ended = read == 0;
+        if self.ended && self.expected.as_ref().is_some_and(|hash| *hash != hex(&self.hash.clone().finalize())) {
+            return Err(CorpusError::Changed { path: self.path.clone() });
+        }
         let mut text = String::from_utf8(bytes).map_err(|_| bad(self.offset))?;
         // A byte order mark is an editor's trace, not text.
         if first && text.starts_with('\u{feff}') {
@@ -239,4 +306,15 @@ impl TextReader {
         }
         Ok(Some(text))
     }
+}
+
+/// The renderer of chats, loaded if none was needed so far.
+fn renderer(chats: Option<&Chats>, load: &mut Option<LoadChat<'_>>) -> Result<Option<RenderChat>, ChatError> {
+    let Some(chats) = chats else { return Ok(None) };
+    if let Some(found) = chats.get() {
+        return Ok(found.clone());
+    }
+    let Some(load) = load else { return Ok(None) };
+    let found = load()?;
+    Ok(chats.get_or_init(|| found).clone())
 }

@@ -49,8 +49,7 @@ const DEMO_DRAFT: [(&str, &[u8]); 5] = [
     ("tokenizer_config.json", include_bytes!("../../calib/demo/draft/tokenizer_config.json")),
 ];
 
-/// Bytes of text from which on a tokenizer that cannot be given it in pieces is warned of, and about what it takes for each.
-const WHOLE_BYTES: u64 = 1 << 20;
+/// Bytes of memory that a tokenizer takes for each byte of text that it is given at once, about.
 const BYTES_PER_BYTE: u64 = 120;
 
 /// A model folder that has been found.
@@ -202,33 +201,31 @@ impl Runnable {
     /// The first tokens of a text, at least `enough` if it has so many, for measurements.
     pub fn text_tokens(&self, corpus: &Corpus, enough: usize) -> Result<Vec<u32>> {
         let tokenizer = self.tokenizer()?;
-        self.warn_of_memory(corpus)?;
-        Ok(corpus.first_text_tokens(tokenizer, enough)?)
+        Ok(corpus.first_text_tokens_warning(tokenizer, enough, &|part| self.warn_of_memory(corpus, tokenizer, part))?)
     }
 
     /// The first tokens of its documents, at least `enough` if it has so many, for calibration.
     pub fn document_tokens(&self, corpus: &Corpus, enough: usize) -> Result<Vec<u32>> {
         let tokenizer = self.tokenizer()?;
-        self.warn_of_memory(corpus)?;
-        Ok(corpus.first_tokens(tokenizer, enough)?)
+        Ok(corpus.first_tokens_warning(tokenizer, enough, &|part| self.warn_of_memory(corpus, tokenizer, part))?)
     }
 
-    /// A long text that the tokenizer can only take as a whole takes memory that grows with it.
-    fn warn_of_memory(&self, corpus: &Corpus) -> Result<()> {
-        let size = corpus.facts.bytes as u64;
-        if size < WHOLE_BYTES || self.warned.replace(true) {
-            return Ok(());
+    /// A long part of a text, of so many bytes, that is tokenized at once takes memory that grows with it.
+    fn warn_of_memory(&self, corpus: &Corpus, tokenizer: &Tokenizer, part: usize) {
+        if self.warned.replace(true) {
+            return;
         }
-        if let Err(why) = self.tokenizer()?.cuts() {
-            self.printer.warn(format!(
-                "`{}` ({}) has to be tokenized in one piece, which may take {} of memory: {why}, so that no place to cut a \
-                 text is known to be safe; give a shorter text",
-                corpus.name,
-                bytes(size),
-                bytes(size * BYTES_PER_BYTE)
-            ));
-        }
-        Ok(())
+        let why = match tokenizer.cuts() {
+            Err(why) => format!("{why}, so that no place to cut a text is known to be safe"),
+            Ok(_) => "it has no place at which a cut is known to be safe".into(),
+        };
+        let part = part as u64;
+        self.printer.warn(format!(
+            "a part of `{}` ({}) has to be tokenized in one piece, which may take {} of memory: {why}; give a shorter text",
+            corpus.name,
+            bytes(part),
+            bytes(part * BYTES_PER_BYTE)
+        ));
     }
 }
 
@@ -265,12 +262,15 @@ pub fn open_made(dir: &Path, backend: Arc<dyn Backend>, printer: Printer) -> Res
     })
 }
 
-/// A text file, or the built-in one when there is none; chats go through the model's template.
+/// A text file, or the built-in one when there is none; chats go through the model's template, which is loaded when the
+/// first chat is met.
 pub fn corpus(path: Option<&Path>, otherwise: fn() -> Corpus, checkpoint: &Checkpoint) -> Result<Corpus> {
     let Some(path) = path else { return Ok(otherwise()) };
-    let template = ChatTemplate::load(checkpoint)?;
-    let render = template.map(|t| Arc::new(move |messages: &[Message]| t.render(messages, false)) as RenderChat);
-    Ok(Corpus::read(path, render)?)
+    let mut load = || {
+        let template = ChatTemplate::load(checkpoint)?;
+        Ok(template.map(|t| Arc::new(move |messages: &[Message]| t.render(messages, false)) as RenderChat))
+    };
+    Ok(Corpus::read_with(path, &mut load)?)
 }
 
 /// How perplexity is to be measured.

@@ -407,6 +407,26 @@ fn a_text_that_cannot_be_cut_is_named() {
     assert_eq!(ran.stderr.matches("in one piece").count(), 1, "{}", ran.stderr);
 }
 
+#[test]
+fn a_text_without_a_place_to_cut_is_named() {
+    let scene = Scene::demo();
+    scene.write("flat.json.txt", "{\"a\":[1,2]},".repeat(100_000));
+    scene.write("numbers.txt", "1 2 3\n4 5 6\n".repeat(100_000));
+    let run = |file: &str| {
+        let args = ["eval", "ppl", "--text", file, "--window", "32", "--max-windows", "1"];
+        scene.run(&args).ok()
+    };
+    let words = ["`flat.json.txt`", "has to be tokenized in one piece", "no place at which a cut is known to be safe"];
+    let flat = run("flat.json.txt").says(&words);
+    assert_eq!(flat.stderr.matches("in one piece").count(), 1, "{}", flat.stderr);
+    let numbers = run("numbers.txt");
+    assert!(!numbers.stderr.contains("in one piece"), "{}", numbers.stderr);
+    // A document of a .jsonl file is no different.
+    let documents = format!("{{\"text\": {}}}\n", json!("{\"a\":[1,2]},".repeat(100_000)));
+    scene.write("flat.jsonl", documents);
+    run("flat.jsonl").says(&["`flat.jsonl`", "in one piece"]);
+}
+
 fn file(name: &str, content: &[u8]) -> (TempDir, Corpus) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(name);
@@ -459,4 +479,45 @@ fn lines_have_the_tokens_of_their_documents() {
     let ids = documents.iter().map(|text| tokenizer.encode(text).unwrap().len()).sum::<usize>();
     // The tokenizer of this folder names no EOS to put between them.
     assert_eq!(stream.len(), ids);
+}
+
+#[test]
+fn a_long_document_is_tokenized_as_far_as_it_is_needed() {
+    let tokenizer = tokenizer(&demo().to_string());
+    let long = (text("heldout.txt", 0, 100_000) + " дом€ ").repeat(24);
+    let lines = format!("{}\n{}\n{}\n", json!({"text": "first"}), json!({"text": long}), json!({"text": "last"}));
+    let (_dir, corpus) = file("a.jsonl", lines.as_bytes());
+    assert!(corpus.all_documents().unwrap() == ["first", &long, "last"]);
+    assert_eq!((corpus.documents, corpus.facts.bytes), (3, 5 + 2 + long.len() + 2 + 4));
+    let (all, some) = (corpus.tokens(&tokenizer).unwrap(), corpus.first_tokens(&tokenizer, 500).unwrap());
+    assert!(some.len() >= 500 && some.len() * 3 < all.len() && all.starts_with(&some), "{} tokens", some.len());
+    let ids = ["first", &long, "last"].map(|text| in_parts(&tokenizer, text, 1_000, 1)).concat();
+    assert!(all == ids);
+    let some = corpus.first_text_tokens(&tokenizer, 500).unwrap();
+    assert!(some.len() >= 500 && some.len() * 3 < all.len(), "{} tokens", some.len());
+    // Of many documents, no more than what may be enough.
+    let document = json!({"text": text("heldout.txt", 0, 2_000)});
+    let (_dir, corpus) = file("b.jsonl", format!("{document}\n").repeat(200).as_bytes());
+    let (all, some) = (corpus.tokens(&tokenizer).unwrap(), corpus.first_tokens(&tokenizer, 100).unwrap());
+    assert!(some.len() >= 100 && some.len() * 100 < all.len() && all.starts_with(&some), "{} tokens", some.len());
+}
+
+/// Reports say the hash of the text: another text must not be read under it.
+#[test]
+fn a_file_that_changes_is_not_read_again() {
+    let wanted = "a.txt` changed while it was in use; run the command again";
+    let (dir, corpus) = file("a.txt", b"one two");
+    let path = dir.path().join("a.txt");
+    assert_eq!(corpus.text().unwrap(), "one two");
+    fs::write(&path, "one two three").unwrap();
+    let error = corpus.text().unwrap_err().to_string();
+    assert!(error.ends_with(wanted), "{error}");
+    // The hash tells where size and time are the same.
+    let (dir, corpus) = file("a.txt", b"one two");
+    let path = dir.path().join("a.txt");
+    let modified = fs::metadata(&path).unwrap().modified().unwrap();
+    fs::write(&path, "one six").unwrap();
+    fs::File::options().write(true).open(&path).unwrap().set_modified(modified).unwrap();
+    let error = corpus.text().unwrap_err().to_string();
+    assert!(error.ends_with(wanted), "{error}");
 }

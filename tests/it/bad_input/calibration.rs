@@ -51,11 +51,33 @@ fn bad_lines() {
         (r#"{"prompt": "x"}"#, ["line 3", "neither `text` nor `messages`"]),
         (r#"{"messages": []}"#, ["line 3", "`messages`"]),
         (r#"{"messages": [{"role": "user", "content": "x"}]}"#, ["line 3", "no chat template"]),
+        (
+            r#"{"text": "x", "messages": [{"role": "user", "content": "x"}]}"#,
+            ["line 3", "has both `text` and `messages`"],
+        ),
+        (r#"{"text": null, "messages": [{"role": "user", "content": "x"}]}"#, ["line 3", "no chat template"]),
+        (r#"{"text": null}"#, ["line 3", "neither `text` nor `messages`"]),
     ] {
         scene.write("lines.jsonl", format!("{good}\n\n{line}\n{good}\n"));
         let args = ["gptq", "model", "-o", "out", "--group-size", "32", "--calib", "lines.jsonl"];
         scene.refused(&args, &["`lines.jsonl`", words[0], words[1]]);
     }
+}
+
+/// A chat template is read where a chat is.
+#[test]
+fn contradictory_chat_templates_stop_what_reads_chats() {
+    let scene = Scene::tiny("llama");
+    scene.edit_json("model/tokenizer_config.json", |config| config["chat_template"] = "one".into());
+    scene.write("model/chat_template.jinja", "another");
+    let document = format!("{{\"text\": \"{}\", \"messages\": null}}\n", "It was a bright cold day. ".repeat(20));
+    scene.write("documents.jsonl", &document);
+    scene.write("chat.jsonl", document + r#"{"messages": [{"role": "user", "content": "x"}]}"#);
+    let ppl = |file: &'static str| ["eval", "ppl", "model", "--text", file, "--max-windows", "1"];
+    scene.run(&ppl("eval.txt")).ok();
+    scene.run(&ppl("documents.jsonl")).ok();
+    scene
+        .refused(&ppl("chat.jsonl"), &["`chat.jsonl`, line 2", "`model` has two chat templates of the name `default`"]);
 }
 
 #[test]
