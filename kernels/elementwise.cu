@@ -256,7 +256,8 @@ QK_INLINE void split(const float* x, uint32_t* hi, uint32_t* lo, const int32_t* 
 // from column gather[j], or is zero if that is -1; without `gather` from column j, or is zero beyond `cols`.
 //
 // f16 ends at 65504 and at 6e-8, and activations do not. So each row has a unit of its own, in of_rows [rows]: the power
-// of two for which its largest finite number is between 2^14 and 2^15. Numbers that were normal in f16 keep their bits.
+// of two for which its largest finite number is between 2^14 and 2^15. Where the maximum is below 2^15, numbers that were
+// normal in f16 keep their bits; above, the smallest lose some.
 // Launch: grid exactly rows, block a multiple of 32 up to 1024 (256), no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(1024)
     split_f16(const float* __restrict__ x, uint16_t* __restrict__ hi, uint16_t* __restrict__ lo,
