@@ -7,7 +7,7 @@ using namespace emu;
 namespace {
 
 // Host memory as the driver sees it: pinned memory is read and written when the stream comes to it; from
-// ordinary memory the driver takes a copy at once (except in a capture, which keeps the pointer).
+// ordinary memory the driver takes a copy at once. A capture would keep the pointer, and refuses it.
 bool pinned(const void* host, size_t bytes) {
     const Allocation* allocation = holding(Address(host), bytes);
     return allocation && allocation->device == HOST;
@@ -25,7 +25,11 @@ int to_device(Address to, const void* from, size_t bytes, Stream* stream) {
     const int device = device_of(stream);
     if (int code = sticky(device)) return code;
     if (!usable(device, to, bytes, name)) return INVALID_VALUE;
-    if (capturing(stream) || pinned(from, bytes) || !lazy())
+    if (capturing(stream) && !pinned(from, bytes)) {
+        spoil_capture(stream, "a copy from pageable host memory");
+        return CAPTURE_UNSUPPORTED;
+    }
+    if (pinned(from, bytes) || !lazy())
         return submit(stream, [=] { run_checked(device, to, bytes, name, [=] { memcpy((void*)to, from, bytes); }); });
     auto* bytes_now = static_cast<const char*>(from);
     auto staged = std::make_shared<std::vector<char>>(bytes_now, bytes_now + bytes);

@@ -15,6 +15,8 @@ namespace {
 
 constexpr size_t PAGE = 4096, ALIGN = 256, FREED_KEPT = 4096;
 constexpr size_t FILLED_WHOLE = 16u << 20, FILLED_ENDS = 1u << 20, PARKED_MOST = 256u << 20;
+// What the driver needs of a device's memory for a module or a graph.
+constexpr size_t DRIVERS_OWN = 64u << 10;
 constexpr char FRESH = char(0xff), CANARY = char(0xa5);
 
 struct Freed {
@@ -25,7 +27,7 @@ struct Freed {
     int device;
 };
 
-// The pool of a device keeps what is freed. To cuMemAlloc it is in use, as nothing promises that it is not.
+// The pool of a device keeps what is freed. For cuMemAlloc it counts as used: the driver does not promise to trim the pool.
 struct Pool {
     size_t used = 0, kept = 0;
     unsigned long long threshold = 0;
@@ -101,6 +103,7 @@ Allocation* holder(Address address) {
 
 size_t memory_limit() { return size_t(setting("QUANTKIT_EMULATOR_MEMORY_MB", 4096)) << 20; }
 size_t memory_used(int device) { return tables().used[device] + tables().pools[device].kept; }
+bool driver_lacks_memory(int device) { return memory_used(device) + DRIVERS_OWN > memory_limit(); }
 
 bool allocation_fails() {
     auto& all = tables();

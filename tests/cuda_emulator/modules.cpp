@@ -152,6 +152,7 @@ EMU_API int cuModuleLoadData(void** handle, const void* image) {
         report("module: the image is machine code; the emulator reads PTX only");
         return NO_BINARY_FOR_GPU;
     }
+    if (driver_lacks_memory(current_device())) return OUT_OF_MEMORY;
     std::unique_ptr<Module> module(new Module{current_device(), {}});
     if (int code = load(*module, static_cast<const char*>(image))) return code;
     for (auto& [name, function] : module->functions) functions.insert(&function);

@@ -112,6 +112,8 @@ std::string describe_address(Address address);
 // Whether the address is null, or in or beside device or pinned memory, live or freed.
 bool known_address(Address address);
 size_t memory_used(int device);
+// Whether the driver has too little memory of the device for things of its own: modules and graphs.
+bool driver_lacks_memory(int device);
 size_t memory_limit();
 
 // ---- streams.cpp
@@ -129,6 +131,8 @@ void drain_device(int device);
 bool capture_forbids();
 // Whether the calling thread is recording on its device: `what` is reported as out of place there, and spoils the capture.
 bool refused_in_capture(const char* what);
+// Reports `what` as out of place on a stream that is being captured, and spoils the capture.
+void spoil_capture(Stream* stream, const char* what);
 
 // ---- modules.cpp
 

@@ -146,10 +146,15 @@ bool refused_in_capture(const char* what) {
     for (Stream* stream : tables().streams) {
         Capture* capture = stream->capture.get();
         if (!capture || stream->device != current_device() || capture->thread != std::this_thread::get_id()) continue;
-        report(format("%s while a stream is captured: nothing says that a capture allows it", what));
-        return capture->spoiled = true;
+        spoil_capture(stream, what);
+        return true;
     }
     return false;
+}
+
+void spoil_capture(Stream* stream, const char* what) {
+    report(format("%s during stream capture: CUDA does not document this as allowed", what));
+    stream->capture->spoiled = true;
 }
 
 }  // namespace emu
@@ -326,7 +331,7 @@ EMU_API int cuGraphInstantiateWithFlags(void** executable, void* handle, unsigne
     Locked hold(driver_lock());
     auto* graph = static_cast<Graph*>(handle);
     if (!tables().graphs.count(graph)) return INVALID_HANDLE;
-    if (allocation_fails()) return OUT_OF_MEMORY;
+    if (allocation_fails() || driver_lacks_memory(graph->device)) return OUT_OF_MEMORY;
     auto* made = new Graph(*graph);
     tables().graphs.insert(made);
     *executable = made;
