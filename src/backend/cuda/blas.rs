@@ -1,8 +1,9 @@
 //! cuBLAS, where a version that fits is installed.
 //!
-//! cudarc would take the first library of that name in the path, of any version. Results depend on the library, so that
-//! the newest one that fits is looked for here, and its version is part of what a device is called in records.
+//! cudarc would take the first library of that name in the path, of any version. Results depend on the library. So this
+//! file chooses the newest version that fits, and the device's recorded name contains its version.
 
+use std::error::Error;
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -65,7 +66,6 @@ type Sgemm = unsafe extern "C" fn(
 
 /// A library that fits, with the functions that are called. It is never unloaded.
 struct BlasLibrary {
-    name: &'static str,
     version: [c_int; 3],
     create: Create,
     destroy: Destroy,
@@ -74,7 +74,7 @@ struct BlasLibrary {
     sgemm: Sgemm,
 }
 
-/// What a library says.
+/// An error status of cuBLAS.
 pub struct BlasError(Status);
 
 impl fmt::Display for BlasError {
@@ -98,12 +98,15 @@ fn done(status: Status) -> Result<(), BlasError> {
 }
 
 impl BlasLibrary {
-    /// `None` where there is no library of this name; `Err` with the reason where it does not fit.
+    /// `None` where there is no library of this name; `Err` with the reason where it cannot be loaded or does not fit.
     fn open(name: &'static str) -> Option<Result<Self, String>> {
         // SAFETY: loading runs the library's initialisers, as every CUDA program does.
-        let library = unsafe { Library::new(name) }.ok()?;
+        let library = match unsafe { Library::new(name) } {
+            Ok(library) => library,
+            Err(error) => return broken(name, &error).map(Err),
+        };
         let found = Self::of(name, &library);
-        // A library that is used may have threads of its own; one that is not would only be loaded again.
+        // The library stays loaded: it may have started threads.
         std::mem::forget(library);
         Some(found)
     }
@@ -127,7 +130,6 @@ impl BlasLibrary {
             return Err(format!("{name} is version {}, and {least} or {most} is needed", dotted(version)));
         }
         Ok(Self {
-            name,
             version,
             create: function!(b"cublasCreate_v2" as Create),
             destroy: function!(b"cublasDestroy_v2" as Destroy),
@@ -138,6 +140,15 @@ impl BlasLibrary {
     }
 }
 
+/// Why a library cannot be loaded that is there; `None` where there is none of this name.
+fn broken(name: &str, error: &libloading::Error) -> Option<String> {
+    let why = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+    // The loader names the file that it does not find: another name is that of a library that this one needs. Windows
+    // names none (error 126).
+    let absent = why.contains(&format!("{name}: ")) && why.contains("No such file") || why.contains("os error 126");
+    (!absent).then(|| format!("{name} cannot be loaded: {why}"))
+}
+
 fn dotted(version: [c_int; 3]) -> String {
     version.map(|part| part.to_string()).join(".")
 }
@@ -146,31 +157,30 @@ fn dotted(version: [c_int; 3]) -> String {
 pub struct Blas {
     library: &'static BlasLibrary,
     handle: cublasHandle_t,
-    /// What it works on.
-    _stream: Arc<CudaStream>,
+    /// The stream of the handle, kept alive.
+    stream: Arc<CudaStream>,
 }
 
-// SAFETY: a handle may be used from any thread; calls go to one stream, whose order is the caller's affair.
+// SAFETY: a handle may be used from any thread; calls go to one stream; the caller orders them.
 unsafe impl Send for Blas {}
 // SAFETY: likewise; cuBLAS locks what a handle's calls share.
 unsafe impl Sync for Blas {}
 
 impl Blas {
     /// The first library that fits and works with the driver, for a device that is current; `Err` with the reason
-    /// where there is none.
+    /// where there is none. The next name is only opened where the one before does not serve.
     pub fn new(stream: &Arc<CudaStream>) -> Result<Self, String> {
-        static FOUND: OnceLock<Vec<Result<BlasLibrary, String>>> = OnceLock::new();
-        let found = FOUND.get_or_init(|| NAMES.into_iter().filter_map(BlasLibrary::open).collect());
+        type Opened = OnceLock<Option<Result<BlasLibrary, String>>>;
+        static OPENED: [Opened; NAMES.len()] = [const { OnceLock::new() }; NAMES.len()];
         let mut reasons = Vec::new();
-        for library in found {
-            match library {
-                Ok(library) => match Self::on(library, stream) {
+        for (name, opened) in NAMES.into_iter().zip(&OPENED) {
+            match opened.get_or_init(|| BlasLibrary::open(name)) {
+                Some(Ok(library)) => match Self::on(library, stream) {
                     Ok(blas) => return Ok(blas),
-                    Err(e) => {
-                        reasons.push(format!("{} {} does not start: {e}", library.name, dotted(library.version)));
-                    }
+                    Err(e) => reasons.push(format!("{name} {} does not start: {e}", dotted(library.version))),
                 },
-                Err(why) => reasons.push(why.clone()),
+                Some(Err(why)) => reasons.push(why.clone()),
+                None => {}
             }
         }
         if reasons.is_empty() { Err("it is not installed".into()) } else { Err(reasons.join("; ")) }
@@ -180,7 +190,7 @@ impl Blas {
         let mut handle = std::ptr::null_mut();
         // SAFETY: it writes a handle, which is destroyed once.
         done(unsafe { (library.create)(&mut handle) })?;
-        let blas = Self { library, handle, _stream: stream.clone() };
+        let blas = Self { library, handle, stream: stream.clone() };
         // SAFETY: both were just made or are alive.
         done(unsafe { (library.set_stream)(handle, stream.cu_stream().cast()) })?;
         Ok(blas)
@@ -264,6 +274,8 @@ impl Blas {
 
 impl Drop for Blas {
     fn drop(&mut self) {
+        // The handle belongs to the context of its device.
+        let _ = self.stream.context().bind_to_thread();
         // SAFETY: made by `on`, destroyed once.
         let _ = unsafe { (self.library.destroy)(self.handle) };
     }

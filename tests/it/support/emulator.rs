@@ -1,7 +1,7 @@
 //! Builds the CPU emulator of CUDA (`tests/cuda_emulator`) with the kernels of `kernels/` in it, and puts it in the
 //! place of the driver. With `QUANTKIT_TEST_GPU=1` the machine's own driver serves instead.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_long};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_long};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, OnceLock};
@@ -32,7 +32,7 @@ pub fn on_gpu() -> bool {
 /// environment (`QUANTKIT_EMULATOR_...`, see its README) are those the process was started with.
 pub fn preload() {
     if !on_gpu() {
-        library();
+        loaded();
     }
 }
 
@@ -49,7 +49,7 @@ pub fn ptx_of(file: &str) -> String {
     // SAFETY: the function has this signature and writes at most as many bytes as it is told.
     let length = unsafe {
         let describe =
-            library().get::<unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> usize>(b"emu_ptx_of").unwrap();
+            loaded().get::<unsafe extern "C" fn(*const c_char, *mut c_char, usize) -> usize>(b"emu_ptx_of").unwrap();
         describe(file.as_ptr(), text.as_mut_ptr().cast(), text.len())
     };
     text.truncate(length);
@@ -61,7 +61,7 @@ pub fn last_report() -> String {
     let mut text = [0 as c_char; 1024];
     // SAFETY: the function has this signature and writes a text that ends with a zero byte, in the room it is told.
     unsafe {
-        let report = library().get::<unsafe extern "C" fn(*mut c_char, usize)>(b"emu_last_report").unwrap();
+        let report = loaded().get::<unsafe extern "C" fn(*mut c_char, usize)>(b"emu_last_report").unwrap();
         report(text.as_mut_ptr(), text.len());
         CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
     }
@@ -72,7 +72,7 @@ pub fn last_report() -> String {
 pub fn fail_allocations(first: usize, count: usize) {
     // SAFETY: the function has this signature.
     unsafe {
-        let fail = library().get::<unsafe extern "C" fn(c_long, c_long)>(b"emu_fail_allocations").unwrap();
+        let fail = loaded().get::<unsafe extern "C" fn(c_long, c_long)>(b"emu_fail_allocations").unwrap();
         fail(first as c_long, count as c_long);
     }
 }
@@ -80,19 +80,18 @@ pub fn fail_allocations(first: usize, count: usize) {
 /// Allocations of device memory since then.
 pub fn allocations() -> usize {
     // SAFETY: the function has this signature.
-    unsafe { library().get::<unsafe extern "C" fn() -> c_long>(b"emu_allocations").unwrap()() as usize }
+    unsafe { loaded().get::<unsafe extern "C" fn() -> c_long>(b"emu_allocations").unwrap()() as usize }
 }
 
 /// Bytes of the first device that are allocated.
 pub fn allocated() -> usize {
     // SAFETY: the function has this signature.
-    unsafe { library().get::<unsafe extern "C" fn(c_int) -> usize>(b"emu_allocated").unwrap()(0) }
+    unsafe { loaded().get::<unsafe extern "C" fn(c_int) -> usize>(b"emu_allocated").unwrap()(0) }
 }
 
 /// Writes a library that calls itself cuBLAS of a version and does not work: creating a handle fails, or where `traps`
 /// ends the process.
 pub fn broken_cublas(file: &Path, [major, minor, patch]: [u32; 3], traps: bool) {
-    let source = file.with_extension("cpp");
     let create = if traps { "__builtin_trap();" } else { "return 1;" };
     let text = format!(
         "extern \"C\" int cublasGetProperty(int which, int* value) {{ \
@@ -103,8 +102,29 @@ pub fn broken_cublas(file: &Path, [major, minor, patch]: [u32; 3], traps: bool) 
          extern \"C\" void cublasGemmEx() {{ __builtin_trap(); }}\n\
          extern \"C\" void cublasSgemm_v2() {{ __builtin_trap(); }}\n"
     );
-    write(&source, &text).unwrap();
-    output(compiler().args(["-shared", "-fPIC", "-o"]).arg(file).arg(&source)).unwrap();
+    library(file, &text, &[]);
+}
+
+/// Writes a library that calls itself cuBLAS and cannot be loaded, because another one of the name `needed`, which it
+/// links, is gone.
+pub fn cublas_without_its_library(file: &Path, needed: &str) {
+    let gone = file.with_file_name(needed);
+    library(&gone, "", &[]);
+    library(file, "", &["-Wl,--no-as-needed".as_ref(), gone.as_os_str()]);
+    fs::remove_file(gone).unwrap();
+}
+
+/// Makes a library of some C++, with more arguments of the linker; its name is also its soname.
+pub fn library(file: &Path, text: &str, more: &[&OsStr]) {
+    let source = file.with_extension("cpp");
+    write(&source, text).unwrap();
+    let name = format!("-Wl,-soname,{}", file.file_name().unwrap().display());
+    output(compiler().args(["-shared", "-fPIC", &name, "-o"]).arg(file).arg(&source).args(more)).unwrap();
+}
+
+/// Builds the emulator with its checks, so that no process that has a time limit needs to.
+pub fn build_checked() {
+    built(true);
 }
 
 /// Whether the kernels are to be built with checks of indices and alignment.
@@ -113,7 +133,7 @@ fn checked() -> bool {
 }
 
 /// The loaded emulator; it stays for the life of the process.
-fn library() -> &'static Library {
+fn loaded() -> &'static Library {
     static LOADED: OnceLock<(Library, Vec<Library>)> = OnceLock::new();
     let (driver, _) = LOADED.get_or_init(|| {
         let folder = library_path(true);
