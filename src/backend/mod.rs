@@ -25,6 +25,16 @@ pub struct DeviceError {
     pub why: String,
 }
 
+/// How the reason begins where a device has too little memory.
+pub const OUT_OF_MEMORY: &str = "out of memory";
+
+impl DeviceError {
+    /// Whether the device had too little memory.
+    pub fn out_of_memory(&self) -> bool {
+        self.why.starts_with(OUT_OF_MEMORY)
+    }
+}
+
 /// Shorthand for what every operation returns.
 pub type Done<T> = Result<T, DeviceError>;
 
@@ -179,7 +189,7 @@ impl Drift {
     }
 }
 
-/// A decoding step that is computed at once. It ends when this goes.
+/// A decoding step that runs at once. Dropping this ends it.
 pub struct DecodingStep(Option<cuda::graph::Measuring>);
 
 impl DecodingStep {
@@ -189,7 +199,7 @@ impl DecodingStep {
     }
 }
 
-/// Memory that recorded steps share: what one leaves there holds until the next one runs.
+/// Memory shared by recorded steps. A result in it is valid until the next step runs.
 pub struct Workspace(cuda::graph::GraphSpace);
 
 impl Workspace {
@@ -198,7 +208,7 @@ impl Workspace {
     }
 }
 
-/// A recording in progress. If it goes before it is finished, what was recorded goes with it.
+/// A recording in progress. Dropping it before `finish` discards the recording.
 pub struct RecordingStep(cuda::graph::Capture);
 
 impl RecordingStep {
@@ -365,6 +375,9 @@ pub trait Backend: Send + Sync {
 
     /// Starts a decoding step, one more token of each of some sequences, that is computed at once. How its products are
     /// computed depends on their shapes and on its being such a step, but not on whether it is recorded.
+    ///
+    /// A device serves one decoding step at a time, from one thread. No other thread may give work to the device until the
+    /// step, or its recording, has ended.
     fn begin_step(&self) -> Done<DecodingStep>;
 
     /// Memory for recorded steps.

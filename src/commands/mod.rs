@@ -24,8 +24,10 @@ mod validate;
 
 use anyhow::{Context, Result};
 
+use crate::backend::DeviceError;
 use crate::cli::args::{Cli, Command, EvalCommand};
 use crate::cli::print::Printer;
+use crate::model::ModelError;
 
 /// Bytes of a worker's stack: what a main thread has.
 const STACK: usize = 8 << 20;
@@ -36,7 +38,31 @@ pub fn execute(cli: Cli) -> Result<()> {
     let workers = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(STACK);
     workers.build_global().context("cannot start the worker threads")?;
     // On a worker: handing over every small operation of a decoding step would take longer than the operation.
-    rayon::scope(|_| dispatch(cli))
+    let advice = advice(&cli.command);
+    rayon::scope(|_| dispatch(cli)).map_err(|error| {
+        if lacks_memory(&error) { error.context(format!("too little device memory ({advice})")) } else { error }
+    })
+}
+
+/// What the options of a command can do about too little memory of a device.
+fn advice(command: &Command) -> &'static str {
+    match command {
+        Command::Gptq(_) | Command::Rtn(_) | Command::Awq(_) | Command::Smoothquant(_) | Command::Fp8(_) => {
+            "fewer --nsamples, a shorter --seqlen or another --device may fit"
+        }
+        Command::Eval(EvalCommand::Ppl(_) | EvalCommand::Kl(_) | EvalCommand::Kv(_)) | Command::Validate(_) => {
+            "a shorter --window or another --device may fit"
+        }
+        _ => "another --device may fit",
+    }
+}
+
+fn lacks_memory(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| match cause.downcast_ref() {
+        // Transparent: its cause is that of the device's error.
+        Some(ModelError::Device(device)) => device.out_of_memory(),
+        _ => cause.downcast_ref().is_some_and(DeviceError::out_of_memory),
+    })
 }
 
 fn dispatch(cli: Cli) -> Result<()> {

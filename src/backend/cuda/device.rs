@@ -9,7 +9,7 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{CUdeviceptr, CUfunction, CUresult};
 use cudarc::driver::{CudaContext, CudaStream};
 
-use super::super::{DeviceError, Done};
+use super::super::{DeviceError, Done, OUT_OF_MEMORY};
 use super::blas::Blas;
 use super::graph::Phase;
 use super::memory::{self, Buffer, Origin};
@@ -63,6 +63,11 @@ fn words(error: &DriverError) -> String {
     }
 }
 
+/// Whether there was too little memory.
+fn short(error: &DriverError) -> bool {
+    error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY
+}
+
 /// One device. All its work runs on one stream, in order; weights come in on a second one.
 pub struct Device {
     pub context: Arc<CudaContext>,
@@ -92,6 +97,18 @@ struct Function {
 // SAFETY: a function handle may be used from any thread of the process that owns its context.
 unsafe impl Send for Function {}
 
+/// Lets all devices compute with the same cuBLAS or none: on which device a product is computed must not change its bits.
+pub fn agree_on_cublas(devices: &mut [Arc<Device>]) {
+    let mut versions = devices.iter().map(|device| device.blas.as_ref().map(Blas::version));
+    let refused = versions.clone().find_map(|version| version.err().cloned());
+    let first = versions.next();
+    let differ = versions.any(|version| Some(version) != first).then(|| "its versions differ between devices".into());
+    let Some(why) = refused.or(differ) else { return };
+    for device in devices.iter_mut().filter_map(Arc::get_mut) {
+        device.blas = Err(why.clone());
+    }
+}
+
 impl Device {
     /// Opens device `ordinal` as the one in place `slot`. `cublas` tells whether the library may be used where it
     /// is installed.
@@ -116,7 +133,7 @@ impl Device {
         memory::keep_freed(&context).map_err(fail)?;
         let stream = context.new_stream().map_err(fail)?;
         let copies = context.new_stream().map_err(fail)?;
-        let blas = if cublas { Blas::new(&stream) } else { Err("it is not wanted".into()) };
+        let blas = if cublas { Blas::new(&stream) } else { Err("it is switched off".into()) };
         let device = Self {
             context,
             stream,
@@ -158,7 +175,7 @@ impl Device {
         self.stream.synchronize().map_err(|e| self.error(e))
     }
 
-    /// What the device is given. Buffers must not be dropped while this is held: that asks for it as well.
+    /// The current phase. Do not drop buffers while holding this lock: dropping locks it too.
     pub(super) fn phase(&self) -> MutexGuard<'_, Phase> {
         self.phase.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -190,23 +207,28 @@ impl Device {
         Ok(Buffer::new(self.clone(), pointer, bytes, Origin::Copies(OnceLock::new())))
     }
 
-    /// Memory of the pool, first used on `stream`. When there is too little, once more without what the pool keeps;
-    /// the error says how much is missing and what the user can do about it.
+    /// What a call of the driver gives that needs memory. If there is too little, it tries again after the pool has
+    /// released its unused memory.
+    pub(super) fn with_memory<T>(&self, call: impl Fn() -> Result<T, DriverError>) -> Result<T, DriverError> {
+        let result = call();
+        // A recording allows neither waiting nor what follows it.
+        if !result.as_ref().is_err_and(short) || self.recording() {
+            return result;
+        }
+        // What was freed is free once the work before is done.
+        let _ = self.synchronize();
+        memory::trim(&self.context);
+        call()
+    }
+
+    /// Memory of the pool, first used on `stream`; the error says how much is missing.
     fn take(&self, stream: &CudaStream, bytes: usize) -> Done<CUdeviceptr> {
         self.bind()?;
         // SAFETY: the stream belongs to the context that is current; nobody reads the memory before it is written.
-        let allocate = || unsafe { result::malloc_async(stream.cu_stream(), bytes.max(4)) };
-        let short = |e: &DriverError| e.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        let mut pointer = allocate();
-        if pointer.as_ref().is_err_and(short) && !self.recording() {
-            // What was freed is free once the work before is done.
-            let _ = self.synchronize();
-            memory::trim(&self.context);
-            pointer = allocate();
-        }
+        let pointer = self.with_memory(|| unsafe { result::malloc_async(stream.cu_stream(), bytes.max(4)) });
         pointer.map_err(|error| match self.context.mem_get_info() {
             Ok((free, total)) if short(&error) => self.failed(format!(
-                "out of memory: {} more are needed, {} of {} are free; fewer --nsamples, a shorter --seqlen or --window, or another device may fit",
+                "{OUT_OF_MEMORY}: {} more are needed, {} of {} are free",
                 megabytes(bytes),
                 megabytes(free),
                 megabytes(total)
@@ -222,12 +244,15 @@ impl Device {
         Ok(buffer)
     }
 
-    /// Writes `values` at byte `at`.
+    /// Writes `values` at byte `at`. A recorded copy would read `values` when the graph runs, and they may be gone by then.
     pub fn write<T: Pod>(&self, buffer: &Buffer, at: usize, values: &[T]) -> Done<()> {
         if values.is_empty() {
             return Ok(());
         }
         assert!(at + size_of_val(values) <= buffer.bytes());
+        if self.recording() {
+            return Err(self.failed("a recording cannot copy from host memory"));
+        }
         self.bind()?;
         // SAFETY: the range lies inside the buffer; copies from pageable memory have read it when they return.
         unsafe { result::memcpy_htod_async(buffer.pointer() + at as u64, values, self.stream.cu_stream()) }
@@ -236,6 +261,9 @@ impl Device {
 
     /// Zeroes the buffer.
     pub fn zero(&self, buffer: &Buffer) -> Done<()> {
+        if let Phase::Recording(recorder) = &mut *self.phase() {
+            recorder.keep(buffer);
+        }
         self.bind()?;
         // SAFETY: the range is the whole buffer.
         unsafe { result::memset_d8_async(buffer.pointer(), 0, buffer.bytes(), self.stream.cu_stream()) }
@@ -335,7 +363,7 @@ impl Device {
         let mut functions = self.functions.lock().unwrap_or_else(|e| e.into_inner());
         let loaded = functions.get(kernel).is_some_and(|function| shared <= function.shared);
         if !loaded && self.recording() {
-            return Err(self.failed(format!("kernel `{kernel}` is not loaded, and a recording must not load it")));
+            return Err(self.failed(format!("kernel `{kernel}` is not loaded, and a recording cannot load it")));
         }
         let function = match functions.get_mut(kernel) {
             Some(function) => function,

@@ -2,7 +2,7 @@
 //! contents of the same buffers.
 //!
 //! Nothing is allocated and nothing is loaded while a step is recorded: the step before it of the same shape has loaded
-//! its kernels, and its memory has been measured and taken up beforehand.
+//! its kernels, and its memory was measured and allocated beforehand.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -15,7 +15,7 @@ use super::super::Done;
 use super::device::Device;
 use super::memory::{Buffer, Freed, Origin};
 
-/// What a device is given at present.
+/// The work that the device receives now.
 pub enum Phase {
     /// Prompts, windows of a text, weights.
     Other,
@@ -89,7 +89,7 @@ impl Space {
     }
 }
 
-/// A part of a [`Space`], which is free again when this goes.
+/// A part of a [`Space`]. Dropping it frees the part.
 pub struct SpacePart {
     space: Arc<Space>,
     start: usize,
@@ -102,7 +102,7 @@ impl Drop for SpacePart {
     }
 }
 
-/// A decoding step that is computed at once, until this goes.
+/// A decoding step that runs at once. The step ends when this is dropped.
 pub struct Measuring {
     device: Arc<Device>,
     space: Option<Arc<Space>>,
@@ -169,10 +169,10 @@ impl Recorder {
     }
 }
 
-/// What was given up while a recording was under way: giving it back to the driver must not become part of the graph.
+/// Memory and graphs dropped during a recording. Their release must not become part of the graph.
 pub(super) enum Later {
     Memory(Freed),
-    Graph(CUgraph, CUgraphExec),
+    Graph(CUgraphExec),
 }
 
 // SAFETY: graph handles may be used from any thread, one at a time.
@@ -191,13 +191,10 @@ impl Later {
     fn give_back(self, device: &Device) {
         match self {
             Later::Memory(memory) => memory.free(device),
-            Later::Graph(graph, executable) => {
+            Later::Graph(executable) => {
                 if device.bind().is_ok() {
                     // SAFETY: made by `Capture::finish`, destroyed once. The driver lets a graph that runs come to its end.
-                    unsafe {
-                        let _ = result::graph::exec_destroy(executable);
-                        let _ = result::graph::destroy(graph);
-                    }
+                    let _ = unsafe { result::graph::exec_destroy(executable) };
                 }
             }
         }
@@ -217,14 +214,24 @@ impl GraphSpace {
     }
 }
 
-/// A recording in progress. Unless it is finished, what was recorded is thrown away with it.
+/// What was recorded, before it can run.
+struct Recorded(CUgraph);
+
+impl Drop for Recorded {
+    fn drop(&mut self) {
+        // SAFETY: made by `Capture::end` and has no other user.
+        let _ = unsafe { result::graph::destroy(self.0) };
+    }
+}
+
+/// A recording in progress. Dropping it before `finish` discards the recording.
 pub struct Capture {
     device: Arc<Device>,
     open: bool,
 }
 
 impl Capture {
-    /// Starts recording what the device is given from now on, with its memory in `space`.
+    /// Starts recording all later work of the device; memory comes from `space`.
     pub fn begin(device: &Arc<Device>, space: &GraphSpace) -> Done<Self> {
         device.bind()?;
         let mut phase = device.phase();
@@ -257,30 +264,24 @@ impl Capture {
         let (graph, Some(recorder)) = (graph.map_err(|e| device.error(e))?, recorder) else {
             return Err(device.failed("no recording is in progress"));
         };
-        // SAFETY: the graph was just made; flag 0 is the default.
-        match unsafe { result::graph::instantiate(graph, CUgraphInstantiate_flags(0)) } {
-            Ok(executable) => {
-                let Recorder { workspace: _workspace, kept: _kept, .. } = recorder;
-                Ok(Graph { device, graph, executable, _kept, _workspace })
-            }
-            Err(error) => {
-                // SAFETY: the graph was just made and goes nowhere else.
-                let _ = unsafe { result::graph::destroy(graph) };
-                Err(device.error(error))
-            }
-        }
+        // SAFETY: the graph is whole; flag 0 is the default. The graph that can run does not need the recorded one.
+        let executable =
+            device.with_memory(|| unsafe { result::graph::instantiate(graph.0, CUgraphInstantiate_flags(0)) });
+        let executable = executable.map_err(|e| device.error(e))?;
+        let Recorder { workspace: _workspace, kept: _kept, .. } = recorder;
+        Ok(Graph { device, executable, _kept, _workspace })
     }
 
-    fn end(&mut self) -> (Result<CUgraph, DriverError>, Option<Recorder>) {
+    fn end(&mut self) -> (Result<Recorded, DriverError>, Option<Recorder>) {
         self.open = false;
         let device = &self.device;
         // Without this the call might go to another device; if it fails, so does the call.
         let _ = device.bind();
         let mut phase = device.phase();
         // SAFETY: the stream is being captured.
-        let graph = unsafe { result::stream::end_capture(device.stream.cu_stream()) };
+        let graph = unsafe { result::stream::end_capture(device.stream.cu_stream()) }.map(Recorded);
         let ended = std::mem::replace(&mut *phase, Phase::Other);
-        // What goes below asks for the phase.
+        // The calls below lock the phase.
         drop(phase);
         let Phase::Recording(mut recorder) = ended else { return (graph, None) };
         std::mem::take(&mut recorder.later).into_iter().for_each(|later| later.give_back(device));
@@ -290,11 +291,8 @@ impl Capture {
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        if self.open
-            && let (Ok(graph), _) = self.end()
-        {
-            // SAFETY: the graph was just made and goes nowhere else.
-            let _ = unsafe { result::graph::destroy(graph) };
+        if self.open {
+            let _ = self.end();
         }
     }
 }
@@ -302,7 +300,6 @@ impl Drop for Capture {
 /// A recorded graph, ready to run.
 pub struct Graph {
     device: Arc<Device>,
-    graph: CUgraph,
     executable: CUgraphExec,
     _kept: Vec<Buffer>,
     _workspace: Buffer,
@@ -323,8 +320,8 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // Its memory goes after it, in the order of the stream.
-        Later::Graph(self.graph, self.executable).drop_on(&self.device);
+        // Its memory is freed after it, in stream order.
+        Later::Graph(self.executable).drop_on(&self.device);
     }
 }
 

@@ -51,6 +51,9 @@ pub(super) fn gemv_grid(rows: usize, n: usize, outputs: usize) -> [usize; 3] {
     [n.div_ceil(outputs) * rows.div_ceil(GEMV_ROWS), 1, 1]
 }
 
+/// Bytes of dynamic shared memory that the large kernels for dense weights take.
+const DENSE_SHARED: usize = 96 << 10;
+
 macro_rules! pair {
     ($name:literal, $shared:expr, $outputs:expr) => {
         Pair { big: $name, small: concat!($name, "_small"), shared: $shared, outputs: $outputs }
@@ -59,11 +62,11 @@ macro_rules! pair {
 
 fn dense_kernels(plane: Plane, x_planes: usize, w_planes: usize) -> Pair {
     match (plane, x_planes, w_planes) {
-        (Plane::F16, 1, _) => pair!("gemm_f16_x1", 96 << 10, 32),
-        (Plane::F16, ..) => pair!("gemm_f16_x2", 96 << 10, 32),
-        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", 96 << 10, 32),
-        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", 96 << 10, 32),
-        (Plane::Bf16, ..) => pair!("gemm_bf16_x3", 96 << 10, 32),
+        (Plane::F16, 1, _) => pair!("gemm_f16_x1", DENSE_SHARED, 32),
+        (Plane::F16, ..) => pair!("gemm_f16_x2", DENSE_SHARED, 32),
+        (Plane::Bf16, 1, _) => pair!("gemm_bf16_x1", DENSE_SHARED, 32),
+        (Plane::Bf16, _, 1) => pair!("gemm_bf16_x2", DENSE_SHARED, 32),
+        (Plane::Bf16, ..) => pair!("gemm_bf16_x3", DENSE_SHARED, 32),
     }
 }
 
@@ -261,9 +264,9 @@ fn failed(device: &Device, error: BlasError) -> super::super::DeviceError {
     device.failed(format!("cuBLAS: {error}"))
 }
 
-/// Columns whose products cuBLAS sums up at once where results are to be as good as f32. Tensor cores do not round sums to
-/// nearest, and long ones drift (see `CHAIN` in `kernels/gemm_tile.cuh`): this keeps the drift of a sum whose products have
-/// one sign at 1e-5. Fewer would be better, but results go to memory and back each time.
+/// Columns that one cuBLAS call sums in `Precision::Double`. Tensor cores do not round sums to nearest, and long ones drift
+/// (see `CHAIN` in `kernels/gemm_tile.cuh`): this keeps the drift of a sum whose products have one sign at 1e-5. Fewer would
+/// be better, but results go to memory and back each time.
 const BLAS_COLUMNS: usize = 1024;
 
 /// The planes' products one after the other, large ones first.

@@ -135,7 +135,7 @@ impl std::fmt::Debug for Buffer {
 impl Drop for Memory {
     fn drop(&mut self) {
         let filled = match std::mem::replace(&mut self.origin, Origin::Main) {
-            // The part is free again by itself.
+            // Dropping the origin frees the part.
             Origin::Graph { .. } => return,
             Origin::Main | Origin::Measured { .. } => None,
             Origin::Copies(filled) => Some(filled),

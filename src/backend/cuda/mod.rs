@@ -11,6 +11,7 @@ pub mod graph;
 mod linear;
 mod memory;
 mod modules;
+mod options;
 pub mod solver;
 pub mod weights;
 
@@ -21,6 +22,7 @@ use batch::OnDevice;
 pub use device::{Device, count, installed};
 use graph::{Capture, GraphSpace, Measuring};
 pub use memory::Buffer;
+pub use options::{CudaOptions, Precision};
 use weights::{DeviceMatrix, Loader, Plane, Stored};
 
 use super::cache::{CacheType, Layer, Memory, Pool, PoolShape, SavedBlocks, Tables};
@@ -36,36 +38,6 @@ use super::{
 const LOGITS_AT_ONCE: usize = 64 << 20;
 /// Threads of a block in kernels that take values one by one.
 const BLOCK: usize = 256;
-
-/// How products with many rows are computed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Precision {
-    /// Activations as the sum of two 16-bit numbers: as good as f32.
-    #[default]
-    Double,
-    /// Activations rounded to 16 bits, in half the time: as engines do that serve models.
-    Single,
-}
-
-/// What may be chosen about the backend.
-#[derive(Clone, Debug)]
-pub struct CudaOptions {
-    /// Ordinals of the devices that work side by side; the first also solves and decodes.
-    pub devices: Vec<usize>,
-    pub precision: Precision,
-    /// Whether a decoding step may be recorded as a graph.
-    pub graphs: bool,
-    /// Whether cuBLAS may be used where it is installed.
-    pub cublas: bool,
-    /// Bytes of weights that may stay on a device [default: half of what is free].
-    pub weight_bytes: Option<u64>,
-}
-
-impl Default for CudaOptions {
-    fn default() -> Self {
-        Self { devices: vec![0], precision: Precision::default(), graphs: true, cublas: true, weight_bytes: None }
-    }
-}
 
 /// Some CUDA devices.
 pub struct Cuda {
@@ -84,7 +56,7 @@ impl Cuda {
     pub fn open(options: CudaOptions) -> Done<Self> {
         let fail = |why: String| super::DeviceError { device: "cuda".into(), why };
         let count = count().map_err(fail)?;
-        let mut loaders = Vec::new();
+        let mut devices = Vec::new();
         let mut room = u64::MAX;
         for (slot, &ordinal) in options.devices.iter().enumerate() {
             if ordinal >= count {
@@ -93,11 +65,13 @@ impl Cuda {
             }
             let device = Device::open(ordinal, slot, options.cublas)?;
             room = room.min(device.free_memory()? as u64 / 2);
-            loaders.push(Loader::new(device));
+            devices.push(device);
         }
-        if loaders.is_empty() {
+        if devices.is_empty() {
             return Err(fail("no device is named".into()));
         }
+        device::agree_on_cublas(&mut devices);
+        let loaders: Vec<_> = devices.into_iter().map(Loader::new).collect();
         // Sums and activations of the others are fetched by the first, and rarely the other way round.
         for other in &loaders[1..] {
             memory::share(other.device(), loaders[0].device());
@@ -109,10 +83,12 @@ impl Cuda {
 
     /// What computes large dense products: cuBLAS in which version, or why it does not.
     pub fn library(&self) -> String {
-        match &self.first().blas {
-            Ok(blas) => format!("cuBLAS {}", blas.version()),
-            Err(why) => format!("no cuBLAS: {why}"),
-        }
+        self.cublas().unwrap_or_else(|why| format!("no cuBLAS: {why}"))
+    }
+
+    /// cuBLAS with its version, or why it is not used; all devices agree on it.
+    fn cublas(&self) -> Result<String, &str> {
+        self.first().blas.as_ref().map(|blas| format!("cuBLAS {}", blas.version())).map_err(String::as_str)
     }
 
     /// The device that solves and decodes.
@@ -186,8 +162,9 @@ impl Backend for Cuda {
         let mut kinds: Vec<&str> = self.loaders.iter().map(|l| l.device().model.as_str()).collect();
         kinds.sort_unstable();
         kinds.dedup();
-        let library = self.loaders.iter().find_map(|l| l.device().blas.as_ref().ok());
-        format!("{}{}", kinds.join(", "), library.map_or(String::new(), |blas| format!(", cuBLAS {}", blas.version())))
+        let library = self.cublas().ok();
+        kinds.extend(library.as_deref());
+        kinds.join(", ")
     }
 
     fn devices(&self) -> usize {

@@ -56,8 +56,11 @@ impl Modules {
             None => {
                 let text = CString::new(*ptx).map_err(|e| device.failed(format!("kernels `{file}`: {e}")))?;
                 // SAFETY: the text is whole PTX, ended by a zero byte. The module stays as long as the process.
-                let module = unsafe { module::load_data(text.as_ptr().cast()) }
-                    .map_err(|e| device.failed(format!("the driver does not take the kernels `{file}`: {e}")))?;
+                let module = device.with_memory(|| unsafe { module::load_data(text.as_ptr().cast()) });
+                let module = module.map_err(|e| match device.error(e) {
+                    error if error.out_of_memory() => error,
+                    error => device.failed(format!("the driver does not take the kernels `{file}`: {}", error.why)),
+                })?;
                 loaded.insert(file, Loaded(module));
                 Loaded(module)
             }

@@ -135,7 +135,12 @@ fn drivers_that_are_too_old_and_memory_that_is_too_small() {
     let none = [("QUANTKIT_EMULATOR_DEVICES", "0")];
     on("cuda", &none).ended(3).says(&["the CUDA driver finds no device"]);
     let small = [("QUANTKIT_EMULATOR_MEMORY_MB", "2")];
-    on("cuda:0", &small).ended(3).says(&["out of memory", "are needed", "are free"]);
+    on("cuda:0", &small).ended(3).says(&[
+        "error: too little device memory (another --device may fit): cuda:0",
+        "out of memory",
+        "are needed",
+        "are free",
+    ]);
     assert!(!scene.path("device").exists());
 }
 
@@ -167,8 +172,8 @@ fn scaled_and_8_bit_artifacts() {
     }
 }
 
-/// cuBLAS of a version that does not fit, or that does not start with this driver, is passed over, wherever it is in the
-/// path; which one serves is in the records, and why one does not is said.
+/// The first cuBLAS serves that can be loaded, has a version that fits, and starts with this driver, wherever it is in the
+/// path. The records name the one that serves; where none does, the program says why.
 #[test]
 fn only_a_cublas_that_fits() {
     if emulator::on_gpu() {
@@ -180,10 +185,17 @@ fn only_a_cublas_that_fits() {
         std::fs::create_dir(&path).unwrap();
         path
     };
-    let (old, broken) = (folder("old"), folder("broken"));
+    let [old, broken, lacking, last] = ["old", "broken", "lacking", "last"].map(folder);
     // Any call but that for the version ends the process.
     emulator::broken_cublas(&old.join("libcublas.so"), [11, 11, 3], true);
     emulator::broken_cublas(&broken.join("libcublas.so.13"), [13, 1, 0], false);
+    emulator::cublas_without_its_library(&lacking.join("libcublas.so.12"), "libgone.so.1");
+    // Loading it ends the process.
+    emulator::library(
+        &last.join("libcublas.so.12"),
+        "__attribute__((constructor)) void load() { __builtin_trap(); }",
+        &[],
+    );
     let gptq = |out: &str, first: &Path, cublas: bool| {
         let path = std::env::join_paths([first, &emulator::library_path(cublas)]).unwrap();
         let args = tiny_args(&["gptq", "-o", out, "--no-eval", "--device", "cuda:0", "model"]);
@@ -206,6 +218,13 @@ fn only_a_cublas_that_fits() {
     let (ran, other) = gptq("last", &broken, false);
     ran.says(&["no cuBLAS: libcublas.so.13 13.1.0 does not start: CUBLAS_STATUS_NOT_INITIALIZED"]);
     assert!(other == without);
+    let (ran, other) = gptq("lacks", &lacking, false);
+    ran.says(&["no cuBLAS: libcublas.so.12 cannot be loaded: libgone.so.1: cannot open shared object file"]);
+    assert!(other == without);
+    // No other is opened where the first serves.
+    let (ran, other) = gptq("first", &last, true);
+    ran.says(&[emulated]);
+    assert!(other == with);
     let (ran, other) = gptq("plain", scene.root(), false);
     ran.says(&["no cuBLAS: it is not installed"]);
     assert!(other == without);
