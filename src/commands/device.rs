@@ -9,7 +9,6 @@ use crate::backend::cuda::{self, Cuda, CudaOptions};
 use crate::backend::{Backend, DeviceError};
 use crate::cli::args::DeviceArg;
 use crate::cli::print::Printer;
-use crate::engine::cache::Cache;
 
 /// Opens the devices that were asked for; `options` for the case that they are CUDA devices. By default all CUDA
 /// devices that can be used are taken, and the CPU where there is none.
@@ -39,10 +38,10 @@ fn open(device: &DeviceArg, most: usize, options: CudaOptions, printer: Printer)
     Ok(Arc::new(cuda))
 }
 
-/// Warns where decoding was slower than it could be, for want of memory.
-pub fn warn_of_unrecorded_steps(cache: &Cache, printer: Printer) {
-    if let Some(why) = cache.unrecorded() {
-        printer.warn(format!("decoding went on without CUDA graphs, which is slower: {why}"));
+/// Warns if decoding steps could not be recorded.
+pub fn warn_of_unrecorded_steps<'a>(reasons: impl IntoIterator<Item = &'a str>, printer: Printer) {
+    for why in reasons {
+        printer.warn(format!("some decoding steps ran without CUDA graphs, which is slower: {why}"));
     }
 }
 

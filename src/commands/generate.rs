@@ -89,12 +89,13 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
         Some((draft, _)) => {
             let with = Speculation { draft: &draft.model, ahead, cache: Some(cache), draft_scales };
             let (stop, rounds) = speculate::generate(model, &with, &tokens, end, args.max_tokens, &mut sampler, each)?;
+            warn_of_unrecorded_steps(rounds.unrecorded.iter().map(String::as_str), printer);
             (stop, Some(rounds))
         }
         None => {
             let mut session = Session::with(model, cache)?;
             let stop = generate_in(&mut session, &tokens, end, args.max_tokens, &mut sampler, each)?;
-            warn_of_unrecorded_steps(session.cache(), printer);
+            warn_of_unrecorded_steps(session.cache().unrecorded(), printer);
             (stop, None)
         }
     };

@@ -115,7 +115,7 @@ pub fn run(args: &GenerateArgs, sampling: SamplerOptions, printer: Printer) -> R
     let seconds = began.elapsed().as_secs_f64();
     let (totals, cache) = (scheduler.totals(), scheduler.cache());
     let (blocks, block) = (cache.blocks(), cache.block_bytes());
-    warn_of_unrecorded_steps(cache, printer);
+    warn_of_unrecorded_steps(cache.unrecorded(), printer);
     printer.note(format!(
         "{} tokens of {} sequences after {} of prompts, {:.1} tokens/s; up to {} sequences side by side",
         totals.tokens,

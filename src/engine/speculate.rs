@@ -91,6 +91,8 @@ pub struct Rounds {
     pub target_seconds: f64,
     /// Seconds that the proposals took.
     pub draft_seconds: f64,
+    /// Why some steps of either model were not recorded although the backend can record.
+    pub unrecorded: Vec<String>,
 }
 
 impl Rounds {
@@ -169,19 +171,19 @@ pub fn generate(
         pair.catch_up(0)?;
     }
     let mut written = 0;
-    loop {
+    let stop = 'text: loop {
         if end.contains(&next) {
-            return Ok((Stop::End, told));
+            break 'text Stop::End;
         }
         if !each(next) {
-            return Ok((Stop::Caller, told));
+            break 'text Stop::Caller;
         }
         written += 1;
         if pair.target.len() == target.config.max_positions {
-            return Ok((Stop::Context, told));
+            break 'text Stop::Context;
         }
         if written == limit {
-            return Ok((Stop::Limit, told));
+            break 'text Stop::Limit;
         }
         pair.tokens.push(next);
         // The last token is the target's own; the draft must have room for what it reads.
@@ -208,10 +210,10 @@ pub fn generate(
         }
         for &token in &proposed.tokens[..verdict.accepted] {
             if end.contains(&token) {
-                return Ok((Stop::End, told));
+                break 'text Stop::End;
             }
             if !each(token) {
-                return Ok((Stop::Caller, told));
+                break 'text Stop::Caller;
             }
             written += 1;
             pair.tokens.push(token);
@@ -220,7 +222,10 @@ pub fn generate(
         let kept = pair.draft.len().min(pair.tokens.len());
         pair.draft.truncate(kept).map_err(|error| SpeculateError::Draft(error.into()))?;
         next = verdict.next;
-    }
+    };
+    let caches = [pair.target.cache(), pair.draft.cache()];
+    told.unrecorded = caches.into_iter().filter_map(|cache| cache.unrecorded().map(String::from)).collect();
+    Ok((stop, told))
 }
 
 /// Proposed tokens, with the distributions that they were drawn from unless they are the likeliest.
