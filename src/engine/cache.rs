@@ -164,7 +164,7 @@ impl<'a> Cache<'a> {
         self.steps.recorded()
     }
 
-    /// Why some decoding steps are not recorded though the backend can; above all, too little memory.
+    /// Why some decoding steps are not recorded although the backend can record; usually too little memory.
     pub fn unrecorded(&self) -> Option<&str> {
         self.steps.unrecorded.as_deref()
     }

@@ -95,7 +95,7 @@ fn whole(model: &Model, cache: &mut Cache, batch: Batch, parts: &[Part]) -> Resu
     Ok(model.logits(&backend.rows(&chunk.hidden, &rows)?)?)
 }
 
-/// Rows that a step of `rows` is recorded with. Few sizes serve all: rows that no sequence has fill a step up.
+/// Rows of the recording that serves a step of `rows`. Unused rows pad the step, so that few sizes are needed.
 fn filled(rows: usize) -> usize {
     if rows <= 8 { rows.next_power_of_two() } else { rows.next_multiple_of(8) }
 }
@@ -120,7 +120,7 @@ struct Step {
 enum Replay {
     /// Its kernels: it is not recorded.
     Never,
-    /// A recording that is yet to be made, for which it takes so many bytes of memory.
+    /// Not recorded yet; recording takes this many bytes.
     Next(usize),
     Recorded {
         bytes: usize,
@@ -171,8 +171,8 @@ impl Steps {
         self.by_rows.values().filter(|step| matches!(step.replay, Replay::Recorded { .. })).count()
     }
 
-    /// A step of a size that has been computed before, over the batch that it has now. What stands against replaying it,
-    /// above all too little memory, only makes it slower: it is computed as the first time, now and from then on.
+    /// A step of a size that has been computed before, over the batch that it has now. Any error, usually too little memory,
+    /// only makes the step slower: from then on it is computed without a recording.
     fn again(&mut self, model: &Model, size: usize, pool: &mut Pool) -> Result<Tensor, EngineError> {
         match self.replayed(model, size, pool) {
             Ok(Some(logits)) => return Ok(logits),
@@ -212,7 +212,7 @@ impl Steps {
         }
     }
 
-    /// Memory of at least so many bytes. To make it larger, all recordings are given up before: they are made again.
+    /// Memory of at least so many bytes. Growing it discards all recordings; they are made again.
     fn workspace(&mut self, backend: &dyn Backend, bytes: usize) -> Result<&Workspace, ModelError> {
         let workspace = match self.workspace.take().filter(|workspace| workspace.bytes() >= bytes) {
             Some(workspace) => workspace,
