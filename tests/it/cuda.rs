@@ -11,9 +11,11 @@ mod ggml;
 pub mod graphs;
 mod linear;
 mod model;
+mod races;
 mod rounding;
 mod solver;
 
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,6 +39,16 @@ pub fn run(scene: &Scene, args: &[&str], cublas: bool, settings: &[(&str, &str)]
         command.env("LD_LIBRARY_PATH", emulator::library_path(cublas));
     }
     Ran::new(command.output().unwrap(), args)
+}
+
+/// Runs tests again in a separate process, in which the emulator has a setting. A process that hangs fails.
+fn again(tests: &[&str], (name, value): (&str, &str)) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(tests).arg("--exact").env(format!("QUANTKIT_EMULATOR_{name}"), value);
+    let output = assert_cmd::Command::from_std(command).timeout(Duration::from_secs(1200)).output().unwrap();
+    let words = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{name} {value}:\n{words}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(words.contains(&format!(" {} passed", tests.len())), "{words}");
 }
 
 /// Numbers between -1 and 1 that look random.
