@@ -319,6 +319,6 @@ mod tests {
         assert!(told(&metadata).contains("type `bert` is not read"));
         metadata.set("tokenizer.ggml.model", "gpt2");
         metadata.set("tokenizer.ggml.pre", "nonsense");
-        assert!(told(&metadata).contains("`nonsense` is no pre-tokenizer"));
+        assert!(told(&metadata).contains("`nonsense` is not a pre-tokenizer"));
     }
 }
