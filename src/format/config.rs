@@ -18,7 +18,7 @@ const MLX_KEY: &str = "quantization";
 /// NVIDIA ModelOpt's file.
 pub(super) const MODELOPT_FILE: &str = "hf_quant_config.json";
 
-/// Side files that hold the same object, in the order in which they are believed: AutoGPTQ's, AutoAWQ's, AutoRound's
+/// Side files that hold the same object, in order of precedence: AutoGPTQ's, AutoAWQ's, AutoRound's
 /// and ModelOpt's.
 const SIDE_FILES: [&str; 4] = ["quantize_config.json", "quant_config.json", "quantization_config.json", MODELOPT_FILE];
 
@@ -31,28 +31,66 @@ pub struct Found {
     pub value: Value,
 }
 
-/// Looks for the quantization config: in `config.json`, there under `text_config`, then in the side files.
+/// Keys that say how tensors are stored: where a folder has a config twice, both must say the same.
+const DECISIVE: [&str; 8] =
+    ["quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point", "packing_format"];
+
+/// Looks for the quantization config: in `config.json`, there under `text_config`, then in the side files. Programs
+/// differ in the place that they read, so that configs which contradict each other are an error.
 pub fn find(checkpoint: &Checkpoint) -> Result<Option<Found>, FormatError> {
     let config = checkpoint.config();
     let keys = checkpoint.keys();
     let nested = keys.object("text_config").map_err(CheckpointError::from)?.and_then(|text| text.get(KEY));
-    let inside = [config.get(KEY), nested, config.get("compression_config")];
-    let inside = inside.into_iter().flatten().find(|value| !value.is_null());
-    let path = checkpoint.dir().join("config.json");
+    const CONFIG: &str = "config.json";
+    let places = [
+        (format!("`{KEY}` of `{CONFIG}`"), config.get(KEY)),
+        (format!("`text_config.{KEY}` of `{CONFIG}`"), nested),
+        (format!("`compression_config` of `{CONFIG}`"), config.get("compression_config")),
+    ];
+    let mut all: Vec<(String, PathBuf, Value)> = Vec::new();
+    let path = checkpoint.dir().join(CONFIG);
+    for (place, value) in places {
+        if let Some(value) = value.filter(|value| !value.is_null()) {
+            all.push((place, path.clone(), value.clone()));
+        }
+    }
+    let inside = all.first().map(|(.., value)| value);
     let named = inside.is_some_and(|value| value.get("quant_method").is_some());
     let mlx = config.get(MLX_KEY).filter(|value| value.get("group_size").is_some() && value.get("bits").is_some());
     if let (Some(value), false) = (mlx, named) {
         return Ok(Some(Found { path, method: "mlx".into(), value: value.clone() }));
     }
-    if let Some(value) = inside {
-        return found(path, value.clone()).map(Some);
-    }
     for file in SIDE_FILES {
         if let Some(value) = checkpoint.side_json(file)? {
-            return found(checkpoint.dir().join(file), value).map(Some);
+            all.push((format!("`{file}`"), checkpoint.dir().join(file), value));
         }
     }
-    Ok(None)
+    let mut all = all.into_iter();
+    let Some((place, path, value)) = all.next() else { return Ok(None) };
+    for (other, _, there) in all {
+        if let Some((key, one, two)) = contradiction(&value, &there) {
+            let why = format!(
+                "`{key}` is {one} in {place} and {two} in {other}; programs differ in which one they read: make both say \
+                 what is stored"
+            );
+            return Err(FormatError::Config { path, why });
+        }
+    }
+    found(path, value).map(Some)
+}
+
+/// The first key that decides and that two configs give different values.
+fn contradiction<'a>(one: &'a Value, other: &'a Value) -> Option<(&'static str, &'a Value, &'a Value)> {
+    let given = |value: &'a Value, key: &str| value.get(key).filter(|value| !value.is_null());
+    let differs = |a: &Value, b: &Value| match (a.as_f64(), b.as_f64(), a.as_str(), b.as_str()) {
+        (Some(a), Some(b), ..) => a != b,
+        (.., Some(a), Some(b)) => !a.eq_ignore_ascii_case(b),
+        _ => a != b,
+    };
+    DECISIVE.into_iter().find_map(|key| {
+        let (a, b) = (given(one, key)?, given(other, key)?);
+        differs(a, b).then_some((key, a, b))
+    })
 }
 
 fn found(path: PathBuf, value: Value) -> Result<Found, FormatError> {

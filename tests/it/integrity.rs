@@ -221,7 +221,11 @@ fn zero_points() {
     }
     scene.edit_json("w4/quantize_config.json", |c| c["bits"] = 8.into());
     seal(&scene, "w4");
-    fails(&scene, "w4", "config.quantization", &["`bits` is 4 in `config.json` and 8 in `quantize_config.json`"]);
+    let words = ["`bits` is 4 in `quantization_config` of `config.json` and 8 in `quantize_config.json`"];
+    fails(&scene, "w4", "files", &words);
+    // Not validate alone: nothing reads such a folder.
+    let eval = ["eval", "ppl", "w4", "--text", "eval.txt", "--max-windows", "1"];
+    scene.refused(&eval, &words);
 }
 
 #[test]

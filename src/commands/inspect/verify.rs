@@ -9,9 +9,9 @@ use rayon::prelude::*;
 use super::facts::{Against, Facts, Verification};
 use crate::checkpoint::Checkpoint;
 use crate::cli::interrupt;
+use crate::format;
 use crate::format::gguf::read::{GgufFile, Tensor};
 use crate::format::manifest::{self, verify_manifest};
-use crate::format::{self};
 use crate::model::config::ModelConfig;
 
 /// Blocks that are decoded at once.
@@ -28,7 +28,7 @@ pub fn verified(path: &Path, facts: &Facts) -> Result<Option<Verification>> {
     interrupt::listen();
     let files = facts.files.len();
     let mismatches = match (facts.damage.is_empty(), format::is_file(path)) {
-        // What headers say is no longer to be relied on.
+        // The headers are not reliable.
         (false, _) => Vec::new(),
         (true, true) => blocks(path)?,
         (true, false) => folder(path)?,
@@ -36,23 +36,21 @@ pub fn verified(path: &Path, facts: &Facts) -> Result<Option<Verification>> {
     Ok(Some(Verification { against: Against::Structure, files, mismatches }))
 }
 
-/// Numbers of a folder that are none, and linears that cannot be loaded in the shapes of the config.
+/// Values of a folder that are not finite, and linears that cannot be loaded in the shapes of the config.
 fn folder(path: &Path) -> Result<Vec<String>> {
     let checkpoint = Checkpoint::open(path)?;
     let mut out: Vec<String> = Vec::new();
-    for found in checkpoint.non_finite() {
+    // Masks of other parts of a multimodal model may hold infinities.
+    let config = ModelConfig::stated_by(&checkpoint).ok();
+    let reads = |tensor: &str| config.as_ref().is_none_or(|config| config.reads(tensor));
+    for found in checkpoint.non_finite().into_iter().filter(|found| reads(&found.tensor)) {
         let file = checkpoint.tensors().get(&found.tensor).map_or("", |entry| &*entry.file);
         out.push(not_finite(&found.tensor, file, found.count, found.first));
     }
     // What is not read has been named, and its tensors are of no known meaning.
     let Ok(opened) = format::open(checkpoint) else { return Ok(out) };
     let checkpoint = opened.source.checkpoint();
-    let tensors = checkpoint.tensors();
-    let shape_of = |start: &str| {
-        let (name, entry) = tensors.range(start.to_string()..).next()?;
-        name.starts_with(start).then_some(&entry.shape[..])
-    };
-    let Ok(config) = ModelConfig::parse(checkpoint.config(), shape_of) else { return Ok(out) };
+    let Ok(config) = ModelConfig::stated_by(checkpoint) else { return Ok(out) };
     let quantized = |module: &str| opened.quantization.as_ref().is_some_and(|q| q.schemes.contains_key(module));
     for (module, rows, cols) in config.linears().into_iter().filter(|(module, ..)| quantized(module)) {
         interrupt::check()?;
@@ -63,7 +61,7 @@ fn folder(path: &Path) -> Result<Vec<String>> {
     Ok(out)
 }
 
-/// Tensors of a GGUF file whose blocks stand for numbers that are none.
+/// Tensors of a GGUF file whose blocks decode to values that are not finite.
 fn blocks(path: &Path) -> Result<Vec<String>> {
     let file = GgufFile::open(path)?;
     let mut out = Vec::new();

@@ -20,7 +20,6 @@ pub fn check(opened: &Opened, reference: &Checkpoint, findings: &mut Findings) {
         findings.warn("config.quantization", "the artifact is not quantized: its config names no method");
     }
     if let Ok(Some(found)) = config::find(checkpoint) {
-        twins(checkpoint, &found, findings);
         if found.method == "gptq" {
             gptq(checkpoint, &found, findings);
         }
@@ -34,39 +33,6 @@ pub fn check(opened: &Opened, reference: &Checkpoint, findings: &mut Findings) {
         "config.quantization",
         format!("the labels fit what is stored ({})", opened.method.unwrap_or("plain floats")),
     );
-}
-
-/// The same object in a side file, which some consumers believe first.
-fn twins(checkpoint: &Checkpoint, found: &Found, findings: &mut Findings) {
-    const KEYS: [&str; 7] =
-        ["bits", "group_size", "desc_act", "sym", "checkpoint_format", "quant_method", "zero_point"];
-    for file in ["quantize_config.json", "quant_config.json"] {
-        if found.path.ends_with(file) {
-            continue;
-        }
-        let value = match checkpoint.side_json(file) {
-            Ok(None) => continue,
-            Ok(Some(value)) => value,
-            Err(error) => {
-                findings.fail("config.quantization", error.to_string());
-                continue;
-            }
-        };
-        for key in KEYS {
-            let (one, other) = (found.value.get(key), value.get(key));
-            if let (Some(one), Some(other)) = (one, other)
-                && one != other
-            {
-                findings.fail(
-                    "config.quantization",
-                    format!(
-                        "`{key}` is {one} in `config.json` and {other} in `{file}`: consumers believe the one or the \
-                         other; make both say what is stored"
-                    ),
-                );
-            }
-        }
-    }
 }
 
 /// Zero points of symmetric GPTQ modules, which can be only one thing in each version.
