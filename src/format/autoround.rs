@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::config::{Found, Unfit};
 use super::stored::{having, left_out};
 use super::{FormatError, Opened, awq, gptq};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, JsonKeys, KeyError};
 use crate::pack::gptq::Version;
 use crate::scheme::GroupSize;
 use crate::tensor::Dtype;
@@ -52,7 +52,7 @@ pub(super) fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, Form
         ["qweight", "weight"].iter().any(|what| checkpoint.tensors().contains_key(&format!("{module}.{what}")))
     };
     let rules = rules(&found.value, &known).map_err(refused)?;
-    let outside = outside(&found.value, &quantized, &rules);
+    let outside = outside(&found.value, &quantized, &rules).map_err(refused)?;
     warnings.extend(left_out(&quantized, |name| outside.iter().any(|other| other == name)));
     let present = |key: &str| found.value.get(key).filter(|value| !value.is_null()).cloned();
     let mut value = json!({"dynamic": rules});
@@ -88,20 +88,33 @@ pub(super) fn open(checkpoint: Checkpoint, found: &Found) -> Result<Opened, Form
 
 /// The packing, with a warning where the config does not say.
 fn packing(value: &Value) -> Result<(Packing, Vec<String>), Unfit> {
-    let text = |key: &str| value.get(key).and_then(Value::as_str).filter(|text| !text.is_empty() && *text != "auto");
+    let keys = JsonKeys::of("", value);
+    let text = |key: &str| Ok::<_, KeyError>(keys.text(key)?.filter(|text| !text.is_empty() && *text != "auto"));
     // Versions before 0.5 call it `backend`.
-    let (given, mut warnings) = (text("packing_format").or(text("backend")), Vec::new());
-    if given.is_none() {
-        warnings
-            .push(format!("the config names no `packing_format`; tensors are read as `{DEFAULT}`, as AutoRound does"));
+    match (text("packing_format")?, text("backend")?) {
+        (Some(one), Some(other)) => {
+            let packing = packing_of(one)?;
+            match packing_of(other).is_ok_and(|other| other == packing) {
+                true => Ok((packing, Vec::new())),
+                false => Err(keys.contradiction("packing_format", &keys, "backend").into()),
+            }
+        }
+        (Some(given), None) | (None, Some(given)) => Ok((packing_of(given)?, Vec::new())),
+        (None, None) => {
+            let warning =
+                format!("the config names no `packing_format`; tensors are read as `{DEFAULT}`, as AutoRound does");
+            Ok((packing_of(DEFAULT)?, vec![warning]))
+        }
     }
-    let given = given.unwrap_or(DEFAULT);
+}
+
+fn packing_of(given: &str) -> Result<Packing, Unfit> {
     let own = given.strip_prefix("auto_round:").unwrap_or(given);
     let mut parts = own.split(':');
     let first = parts.next().unwrap_or_default();
     let packing = PACKINGS.into_iter().find(|(name, _)| *name == first).map(|(_, packing)| packing);
     match packing {
-        Some(packing) if parts.all(|kernel| KERNELS.contains(&kernel)) => Ok((packing, warnings)),
+        Some(packing) if parts.all(|kernel| KERNELS.contains(&kernel)) => Ok(packing),
         _ => Err(Unfit::Unread(format!("tensors are packed as `{given}`; packings as GPTQ and AWQ are read"))),
     }
 }
@@ -113,10 +126,10 @@ fn rules(value: &Value, known: &dyn Fn(&str) -> bool) -> Result<Map<String, Valu
     let (mut exact, mut patterns) = (Map::new(), Map::new());
     let extra = match value.get("extra_config").filter(|extra| !extra.is_null()) {
         None => return Ok(exact),
-        Some(extra) => extra.as_object().ok_or("`extra_config` is no object")?,
+        Some(extra) => extra.as_object().ok_or("`extra_config` is not an object")?,
     };
     for (module, own) in extra {
-        let own = own.as_object().ok_or_else(|| format!("`{module}` of `extra_config` is no object"))?;
+        let own = own.as_object().ok_or_else(|| format!("`{module}` of `extra_config` is not an object"))?;
         let own = Value::Object(
             own.iter().filter(|(_, value)| !value.is_null()).map(|(k, v)| (k.clone(), v.clone())).collect(),
         );
@@ -139,7 +152,7 @@ fn rules(value: &Value, known: &dyn Fn(&str) -> bool) -> Result<Map<String, Valu
     Ok(exact)
 }
 
-/// What of a scheme is not integers in weights alone.
+/// Refuses schemes other than integer weights.
 fn readable(scheme: &Value) -> Result<(), String> {
     let present = |key: &str| scheme.get(key).filter(|value| !value.is_null());
     if let Some(kind) = present("data_type").filter(|kind| *kind != "int") {
@@ -157,19 +170,28 @@ fn readable(scheme: &Value) -> Result<(), String> {
 }
 
 /// Quantized modules that are in none of the named blocks, and not named themselves.
-fn outside(value: &Value, quantized: &[String], rules: &Map<String, Value>) -> Vec<String> {
-    let key = ["block_name_to_quantize", "to_quant_block_names"].into_iter().find_map(|key| value.get(key));
-    let blocks: Vec<String> = match key {
-        Some(Value::String(names)) => names.split(',').map(|name| name.trim().into()).collect(),
-        Some(Value::Array(names)) => names.iter().flat_map(block_names).collect(),
-        _ => return Vec::new(),
+fn outside(value: &Value, quantized: &[String], rules: &Map<String, Value>) -> Result<Vec<String>, Unfit> {
+    const KEYS: [&str; 2] = ["block_name_to_quantize", "to_quant_block_names"];
+    let keys = JsonKeys::of("", value);
+    let wanted = "a text or a list of names is needed";
+    let [new, old] = KEYS.map(|key| {
+        keys.read(key, wanted, |value| match value {
+            Value::String(names) => Some(names.split(',').map(|name| name.trim().into()).collect::<Vec<String>>()),
+            Value::Array(names) => Some(names.iter().flat_map(block_names).collect()),
+            _ => None,
+        })
+    });
+    let blocks = match (new?, old?) {
+        (Some(new), Some(old)) if new != old => return Err(keys.contradiction(KEYS[0], &keys, KEYS[1]).into()),
+        (Some(blocks), _) | (None, Some(blocks)) => blocks,
+        (None, None) => return Ok(Vec::new()),
     };
     let named: Vec<regex::Regex> =
         rules.keys().filter_map(|rule| regex::Regex::new(&format!("^(?:{})", rule.strip_prefix("+:")?)).ok()).collect();
     let inside = |name: &String| {
         blocks.iter().any(|block| name.starts_with(block.as_str())) || named.iter().any(|rule| rule.is_match(name))
     };
-    quantized.iter().filter(|name| !inside(name)).cloned().collect()
+    Ok(quantized.iter().filter(|name| !inside(name)).cloned().collect())
 }
 
 /// A block, or a list of those of one stack of layers.
@@ -215,6 +237,13 @@ mod tests {
             assert!(matches!(of(name), Err(Unfit::Unread(why)) if why.contains(&format!("`{name}`"))), "{name}");
         }
         assert_eq!(packing(&json!({"backend": "auto_round:awq"})).unwrap().0, Packing::Awq);
+        let both = json!({"packing_format": "auto_round:gptq", "backend": "auto_round:gptq:exllamav2"});
+        assert_eq!(packing(&both).unwrap().0, v1);
+        for config in
+            [json!({"packing_format": 7}), json!({"packing_format": "auto_gptq", "backend": "auto_round:awq"})]
+        {
+            assert!(matches!(packing(&config), Err(Unfit::Invalid(_))), "{config}");
+        }
         let (default, warnings) = packing(&json!({})).unwrap();
         assert_eq!(default, v1);
         assert!(warnings[0].contains("no `packing_format`"), "{warnings:?}");
@@ -225,8 +254,15 @@ mod tests {
         let modules = ["model.layers.0.up".to_string(), "lm_head".into(), "visual.0.up".into()];
         let rules = rules(&json!({"extra_config": {"lm_head": {"bits": 4}}}), &|_| true).unwrap();
         for blocks in [json!("model.layers"), json!(["model.layers"]), json!([["model.layers.0", "model.layers.1"]])] {
-            assert_eq!(outside(&json!({"block_name_to_quantize": blocks}), &modules, &rules), ["visual.0.up"]);
+            let found = outside(&json!({"block_name_to_quantize": blocks}), &modules, &rules).unwrap();
+            assert_eq!(found, ["visual.0.up"]);
         }
-        assert!(outside(&json!({}), &modules, &rules).is_empty());
+        assert!(outside(&json!({}), &modules, &rules).unwrap().is_empty());
+        for config in [
+            json!({"block_name_to_quantize": 5}),
+            json!({"block_name_to_quantize": "model.layers", "to_quant_block_names": "visual"}),
+        ] {
+            assert!(matches!(outside(&config, &modules, &rules), Err(Unfit::Invalid(_))), "{config}");
+        }
     }
 }

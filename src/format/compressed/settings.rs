@@ -97,8 +97,8 @@ impl Settings {
             let within = |why: Unfit| why.within(name);
             known_format(&group).map_err(within)?;
             // A group without weights is about the cache of keys and values.
-            let Some(weights) = arguments(&group, "weights")? else { continue };
-            let inputs = match arguments(&group, "input_activations")? {
+            let Some(weights) = arguments(&group, "weights").map_err(within)? else { continue };
+            let inputs = match arguments(&group, "input_activations").map_err(within)? {
                 None => InputsKind::Float,
                 // Packed integers in a file that says nothing of inputs are met with inputs as they are.
                 Some(inputs) => {
