@@ -58,14 +58,12 @@ pub fn refuse_collisions<'a>(dir: &Path, names: impl IntoIterator<Item = &'a str
     Ok(())
 }
 
-/// Refuses to replace a file of the artifact in `dir` that is no longer as quantkit wrote it. Weights are compared by
-/// their sizes alone.
+/// Refuses to replace a file of the artifact in `dir` that is no longer as quantkit wrote it. All files are hashed.
 pub fn refuse_changed(dir: &Path) -> Result<(), OutputError> {
     let Ok(manifest) = Manifest::read(dir) else { return Ok(()) };
     for record in &manifest.outputs {
         let path = dir.join(&record.file);
         let changed = match fs::metadata(&path) {
-            Ok(found) if found.is_file() && record.file.ends_with(".safetensors") => found.len() != record.bytes,
             Ok(found) if found.is_file() => compare(dir, record).map_or(true, |mismatch| mismatch.is_some()),
             // What is gone is not lost by replacing it; a folder in its place is not quantkit's.
             _ => false,
