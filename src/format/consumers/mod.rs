@@ -297,8 +297,9 @@ pub fn check(consumer: &Consumer, plan: &Plan) -> Vec<Refusal> {
         refused.push(("cache scales of each head are not taken; one a layer is: `--kv-cache fp8`".into(), vec![]));
     }
     if let Some(first) = plan.unasked.first() {
-        // All of these engines build linears by the config, and pass over a bias that no linear has a place for. Of the
-        // artifact as a whole: a linear in floating point loses its bias as well.
+        // Engines build linears by the config. vLLM (model_executor/models/{llama,gemma3}.py) and SGLang
+        // (models/gemma3_causal.py) skip a stored `.bias` without a parameter; GPTQModel gives a quantized linear a bias
+        // if the module of transformers has one. A linear in floating point loses its bias as well.
         let count = plan.unasked.len();
         let why = format!("biases that config.json does not ask for are left out: {count} linears, first `{first}`");
         refused.push((why, vec![]));

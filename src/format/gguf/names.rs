@@ -22,12 +22,13 @@ pub struct Architecture {
 
 // llama.cpp, src/llama-model.cpp: create_tensor_qkv; src/models/{llama,qwen2,qwen3,gemma3}.cpp: load_arch_tensors.
 const QKV: &[&str] = &["attn_q", "attn_k", "attn_v"];
+const QKV_AND_HEAD: &[&str] = &["attn_q", "attn_k", "attn_v", "output"];
 const ALL_LINEARS: &[&str] = &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"];
 
 /// Every architecture of the families that are run: one row each.
 pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { name: "llama", model_types: &["llama", "mistral"], interleaved: true, biases: ALL_LINEARS },
-    Architecture { name: "qwen2", model_types: &["qwen2"], interleaved: false, biases: QKV },
+    Architecture { name: "qwen2", model_types: &["qwen2"], interleaved: false, biases: QKV_AND_HEAD },
     Architecture { name: "qwen3", model_types: &["qwen3"], interleaved: false, biases: QKV },
     Architecture { name: "gemma3", model_types: &["gemma3_text", "gemma3"], interleaved: false, biases: QKV },
 ];

@@ -97,6 +97,9 @@ struct Listed<'a> {
     offset: u64,
 }
 
+/// Bytes of the longest file that is believed.
+const LONGEST: u64 = 1 << 48;
+
 /// Finds the data, which must follow each other without gap or overlap, as llama.cpp demands.
 fn place(
     file: &Bytes,
@@ -115,7 +118,11 @@ fn place(
             at: start.saturating_add(offset),
             end: file.len() as u64,
         };
-        let end = start.checked_add(offset).and_then(|at| at.checked_add(bytes));
+        // No file is that long: sums of sizes must not overflow.
+        let end = start.checked_add(offset).and_then(|at| at.checked_add(bytes)).filter(|end| *end <= LONGEST);
+        if end.is_none() {
+            return Err(first_cut.unwrap_or_else(cut));
+        }
         let data = match end.filter(|end| *end <= file.len() as u64) {
             Some(end) => slice(file, (end - bytes) as usize, end as usize),
             None => {

@@ -10,6 +10,7 @@ use super::read::GgufFile;
 use super::value::Value;
 use super::{parse_part_name, part_name};
 use crate::format::atomic::{self, OutputError};
+use crate::num::ggml::GgmlType;
 
 /// Files under their new names, one of which may have taken the place of another.
 type Moved = Vec<(PathBuf, PathBuf)>;
@@ -117,22 +118,25 @@ fn sets(out: &Path) -> Result<Vec<Vec<PathBuf>>, OutputError> {
     Ok(single.into_iter().chain(parts).collect())
 }
 
-/// What makes two files the same model in the same file type.
+/// What makes two files the same model with the same types and importance.
 #[derive(PartialEq)]
 struct Content {
     metadata: Vec<(String, Value)>,
-    tensors: BTreeMap<String, Vec<usize>>,
+    tensors: BTreeMap<String, (GgmlType, Vec<usize>)>,
 }
 
 impl Content {
     /// That of a whole model; `None` where there is none.
     fn of(first: &Path) -> Option<Self> {
         let file = GgufFile::open(first).ok()?;
-        let of_model = |key: &str| !key.starts_with("split.") && !key.starts_with("quantize.imatrix.");
-        let metadata = file.metadata().iter().filter(|(key, _)| of_model(key));
+        let metadata = file.metadata().iter().filter(|(key, _)| !key.starts_with("split."));
         Some(Self {
             metadata: metadata.map(|(key, value)| (key.into(), value.clone())).collect(),
-            tensors: file.tensors().iter().map(|tensor| (tensor.name.clone(), tensor.shape.clone())).collect(),
+            tensors: file
+                .tensors()
+                .iter()
+                .map(|tensor| (tensor.name.clone(), (tensor.kind, tensor.shape.clone())))
+                .collect(),
         })
     }
 }

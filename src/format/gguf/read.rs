@@ -76,6 +76,8 @@ pub enum Problem {
     PartNumber { found: u64, found_count: u64, wanted: u64, count: u64 },
     #[error("the parts hold {found} tensors together; the first says {wanted}, so parts of different models are mixed")]
     PartTensors { found: u64, wanted: u64 },
+    #[error("{more} more parts are missing or damaged; put all parts into one folder")]
+    MoreParts { more: u64 },
 }
 
 impl ReadError {
@@ -149,6 +151,9 @@ pub struct GgufFile {
     parts: Vec<PathBuf>,
 }
 
+/// How many parts that cannot be read are reported one by one.
+const NAMED_PARTS: usize = 3;
+
 impl GgufFile {
     /// Opens a file, or all parts of a split model by its first. The keys about the split are taken out of the
     /// metadata, since what is opened is whole.
@@ -181,6 +186,7 @@ impl GgufFile {
                 let (prefix, _, count) = parsed
                     .filter(|(_, number, count)| *number == 1 && *count as u64 == split.count)
                     .ok_or_else(|| fail(Problem::PartName { count: split.count }))?;
+                let mut missing = Vec::new();
                 for number in 2..=count {
                     let path = path.with_file_name(part_name(prefix, number, count));
                     match further_part(&path, number as u64, split.count) {
@@ -189,8 +195,14 @@ impl GgufFile {
                             damage.extend(part.cut.map(|problem| ReadError { path: path.clone(), problem }));
                             parts.push(path);
                         }
-                        Err(error) => damage.push(error),
+                        Err(error) => missing.push(error),
                     }
+                }
+                // A file can claim any number of parts.
+                let more = missing.len().saturating_sub(NAMED_PARTS) as u64;
+                damage.extend(missing.drain(..).take(NAMED_PARTS));
+                if more > 0 {
+                    damage.push(fail(Problem::MoreParts { more }));
                 }
             }
             let found = tensors.len() as u64;

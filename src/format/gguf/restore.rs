@@ -103,7 +103,7 @@ pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreErro
     }
     for (key, value) in metadata.iter() {
         let Some(name) = key.strip_prefix("general.sampling.") else { continue };
-        let name = match name {
+        let restored = match name {
             "temp" => "temperature",
             "penalty_repeat" => "repetition_penalty",
             other => other,
@@ -111,15 +111,34 @@ pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreErro
         let value = match value {
             _ if name == "sequence" => metadata.need::<&str>(key)?.into(),
             Value::F32(v) => shortest(*v),
+            Value::Bool(_) | Value::Text(_) | Value::Array(_) if !SAMPLING.contains(&name) => {
+                warnings.push(format!("the metadata key `{key}` is not known, and is left out"));
+                continue;
+            }
             Value::F64(_) | Value::Bool(_) | Value::Text(_) | Value::Array(_) => metadata.need::<f64>(key)?.into(),
             _ => metadata.need::<i64>(key)?.into(),
         };
-        generation.insert(name.into(), value);
+        generation.insert(restored.into(), value);
     }
     let (config, generation_config) = (config.into(), generation.into());
     let card = readme::readme(metadata, &mut warnings);
     Ok(Files { config, tokenizer, tokenizer_config, generation_config, card, warnings })
 }
+
+/// Numbers under `general.sampling.` that llama.cpp reads (`llama_model_meta_key_str`), all of them numbers.
+const SAMPLING: [&str; 11] = [
+    "top_k",
+    "top_p",
+    "min_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "temp",
+    "penalty_last_n",
+    "penalty_repeat",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+];
 
 /// The shortest decimal number that is this `f32`: 1e-5 and not 9.99999974e-6.
 fn shortest(value: f32) -> Json {
