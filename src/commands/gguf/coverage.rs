@@ -32,7 +32,21 @@ pub fn require(planned: &Planned, feedback: bool) -> Result<()> {
     }
 }
 
-/// What came of a matrix of importance.
+/// Refuses, before it is computed, what importance of the calibration text would leave without: it covers the linears of
+/// blocks alone.
+pub fn require_outside_blocks(planned: &Planned, feedback: bool) -> Result<()> {
+    let outside = |tensor: &Tensor| !tensor.name.starts_with("blk.");
+    match users(planned, feedback).find(|(tensor, kind)| outside(tensor) && requires_importance(*kind)) {
+        Some((tensor, kind)) => bail!(
+            "tensor `{}` would be {kind}, which cannot be encoded without importance, and `--imatrix auto` computes it for \
+             linears of blocks alone; give a file that covers it or another type",
+            tensor.name
+        ),
+        None => Ok(()),
+    }
+}
+
+/// Result of matching an importance matrix with the tensors.
 #[derive(Debug, Default)]
 pub struct Coverage {
     /// How many of its entries weigh the errors of a tensor.
@@ -41,7 +55,7 @@ pub struct Coverage {
     pub warnings: Vec<String>,
 }
 
-/// Holds the importance of `file` against the tensors to be written.
+/// Compares the importance in `file` with the tensors to be written.
 ///
 /// # Errors
 ///
@@ -87,7 +101,7 @@ pub fn settle(
     let needs = |tensor: &Tensor, kind| requires_importance(kind) || needs_importance(&tensor.name, kind, file_type);
     if let Some((tensor, kind)) = missing.iter().find(|(tensor, kind)| needs(tensor, *kind)) {
         bail!(
-            "tensor `{}` would be {kind}, which is useless without importance, and `{file}` has none for it; give a file \
+            "tensor `{}` would be {kind}, which needs importance, and `{file}` has none for it; give a file \
              that covers it or another type",
             tensor.name
         );
@@ -97,7 +111,7 @@ pub fn settle(
         missing.iter().map(|(tensor, _)| &*tensor.name).filter(|name| name.starts_with("blk.")).collect();
     if coverage.used == 0 {
         let why = match feedback {
-            true => "--error-feedback takes importance of its own calibration text",
+            true => "--error-feedback computes importance from its calibration text",
             false => "no tensor that it covers gets a type that weighs by importance",
         };
         coverage.warnings.push(format!("`{file}` is not used: {why}"));

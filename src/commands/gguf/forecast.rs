@@ -27,7 +27,7 @@ pub fn forecast(args: &GgufArgs, printer: Printer) -> Result<Forecast> {
     let choices = choose(&all, &source, architecture, args, printer)?;
     let chosen = planned(&all, &choices)?;
     match args.imatrix.as_deref() {
-        Some("auto") => {}
+        Some("auto") => coverage::require_outside_blocks(&chosen, args.error_feedback)?,
         Some(file) => {
             let imatrix = Imatrix::open(Path::new(file))?;
             let found = coverage::settle(file, &imatrix, &chosen, args.error_feedback, args.kind)?;

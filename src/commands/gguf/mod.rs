@@ -61,8 +61,10 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let source = open(&located.dir, device, printer)?;
     if let Some(how) = source.quantized() {
         let again = if rounds(args) { ", and is rounded again" } else { "" };
-        printer
-            .warn(format!("`{}` is quantized already ({how}): what it lost stays lost{again}", located.dir.display()));
+        printer.warn(format!(
+            "`{}` is quantized already ({how}): the lost precision does not come back{again}",
+            located.dir.display()
+        ));
     }
     let out = args.out.clone().unwrap_or_else(|| format!("{}-{}.gguf", located.name, args.kind.name()).into());
     free(&out, args, &located.dir)?;
@@ -250,10 +252,11 @@ fn importance(
     let imatrix = if file != "auto" {
         Imatrix::open(Path::new(file))?
     } else if coverage::users(planned, args.error_feedback).any(|(tensor, _)| tensor.name.starts_with("blk.")) {
+        coverage::require_outside_blocks(planned, args.error_feedback)?;
         gathered(args, source, printer)?
     } else {
         let why = if args.error_feedback { "--error-feedback gathers its own" } else { "no type here weighs by it" };
-        printer.warn(format!("--imatrix auto: no importance is gathered, {why}"));
+        printer.warn(format!("--imatrix auto: importance is not computed, {why}"));
         coverage::require(planned, args.error_feedback)?;
         return Ok(None);
     };

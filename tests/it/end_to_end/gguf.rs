@@ -150,10 +150,10 @@ fn quantized_sources() {
     scene
         .run(&["gguf", "six.gguf", "--type", "Q4_K_S", "-o", "of-gguf.gguf"])
         .ok()
-        .says(&["quantized already (stored as gguf)", "stays lost, and is rounded again"]);
+        .says(&["quantized already (stored as gguf)", "the lost precision does not come back, and is rounded again"]);
     // What is only expanded is not rounded, unless a tensor is asked to be.
     let expand = ["gguf", "six.gguf", "--type", "F32", "--overwrite", "-o", "wide.gguf"];
-    let said = scene.run(&expand).ok().says(&["what it lost stays lost"]);
+    let said = scene.run(&expand).ok().says(&["the lost precision does not come back"]);
     assert!(!said.stderr.contains("rounded again"), "{}", said.stderr);
     scene.run(&[&expand[..], &["--token-embedding-type", "F16"]].concat()).ok().says(&["rounded again"]);
     let source = perplexity(&scene, &[]);

@@ -62,8 +62,7 @@ fn importance_that_does_not_fit_is_refused() {
     scene.refused(&gguf("Q4_K_M", "narrow.dat"), &words);
 
     importance(&scene, "half.dat", &blocks(0..2));
-    let words =
-        ["tensor `blk.2.", "would be IQ2_XS, which is useless without importance", "`half.dat` has none for it"];
+    let words = ["tensor `blk.2.", "would be IQ2_XS, which needs importance", "`half.dat` has none for it"];
     scene.refused(&gguf("IQ2_XS", "half.dat"), &words);
 
     // A type that is never encoded without, for a tensor that llama-imatrix leaves out.
@@ -119,7 +118,7 @@ fn importance_of_some_tensors_is_named_and_counted() {
     scene.run(&feedback).ok();
     assert_eq!(scene.read("none.gguf"), scene.read("fed.gguf"));
     let auto = [&feedback[..], &["--overwrite", "--imatrix", "auto"]].concat();
-    scene.run(&auto).ok().says(&["no importance is gathered, --error-feedback gathers its own"]);
+    scene.run(&auto).ok().says(&["importance is not computed, --error-feedback gathers its own"]);
     assert_eq!(scene.read("none.gguf"), scene.read("fed.gguf"));
 
     // Rounded again without it, the file does not claim what its source did; copied, it does.
