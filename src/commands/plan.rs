@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::open::{locate, transfer};
 use crate::backend::cache::{BLOCK, CacheType};
-use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::checkpoint::{Checkpoint, CheckpointError, snapshot};
 use crate::cli::args::{DeviceArg, ModelArgs};
 use crate::cli::planning::{PlanArgs, Reserve};
 use crate::cli::print::Printer;
@@ -15,7 +15,7 @@ use crate::engine::capacity::{sequence_bytes, sequences, token_bytes};
 use crate::format::gguf::read::{GgufFile, Tensor};
 use crate::format::gguf::source::GgufSource;
 use crate::format::sizes::{self, Size, Source};
-use crate::format::{self, FormatError, config};
+use crate::format::{self, config};
 use crate::hub::{self, HubOptions};
 use crate::model::config::ModelConfig;
 use crate::model::presence::Unread;
@@ -178,15 +178,15 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
             let mut options = HubOptions::from_env()?;
             options.revision.clone_from(&args.revision);
             let dir = transfer(spec, printer, |events| Ok(hub::fetch_config(spec, &options, events)?))?;
-            return opened(&dir, spec.clone(), printer);
+            return opened(&dir, spec.clone());
         }
     }
     let (model, revision) = (args.model.clone(), args.revision.clone());
     let located = locate(&ModelArgs { model, revision, device: DeviceArg::Cpu }, printer)?;
-    opened(&located.dir, located.name.clone(), printer)
+    opened(&located.dir, located.name.clone())
 }
 
-fn opened(dir: &Path, name: String, printer: Printer) -> Result<Found> {
+fn opened(dir: &Path, name: String) -> Result<Found> {
     if format::is_file(dir) {
         // Sizes are in the headers; a file without its data will do.
         let (file, damage) = GgufFile::salvage(dir)?;
@@ -196,20 +196,23 @@ fn opened(dir: &Path, name: String, printer: Printer) -> Result<Found> {
         warnings.extend(damage.iter().map(|error| format!("{error}; sizes are those of the headers")));
         return Ok(Found { name, checkpoint, plain, stored, warnings });
     }
-    format::refuse_foreign(dir)?;
+    // A config is enough; without one a folder is named for what it is.
+    if !snapshot(dir)?.join("config.json").exists() {
+        format::refuse_foreign(dir)?;
+    }
     let (checkpoint, weights) = match Checkpoint::open(dir) {
         Err(CheckpointError::NoWeights(..)) => (Checkpoint::open_config(dir)?, false),
         opened => (opened?, true),
     };
-    checkpoint.notes().iter().for_each(|note| printer.warn(note));
-    // What no command reads would be planned for nothing.
+    // A plan for weights that no command reads is useless.
     let again = if weights { Checkpoint::open(dir)? } else { Checkpoint::open_config(dir)? };
-    if let Some(unread) = format::open(again).err().filter(FormatError::is_unread) {
-        return Err(unread.into());
+    if let Some(error) = format::open(again).err().filter(|error| weights || error.is_unread()) {
+        return Err(error.into());
     }
     let quantized = config::find(&checkpoint)?.is_some();
     let stored = checkpoint.tensors().values().map(|entry| entry.bytes.len() as u64).sum();
-    Ok(Found { name, checkpoint, plain: weights && !quantized, stored, warnings: vec![] })
+    let warnings = checkpoint.notes().to_vec();
+    Ok(Found { name, checkpoint, plain: weights && !quantized, stored, warnings })
 }
 
 /// The plan for people.
