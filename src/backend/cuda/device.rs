@@ -208,33 +208,37 @@ impl Device {
     }
 
     /// What a call of the driver gives that needs memory. If there is too little, it tries again after the pool has
-    /// released its unused memory.
-    pub(super) fn with_memory<T>(&self, call: impl Fn() -> Result<T, DriverError>) -> Result<T, DriverError> {
-        let result = call();
+    /// released its unused memory. The error says what needed it and how much is free.
+    pub(super) fn with_memory<T>(
+        &self,
+        needed: impl Fn() -> String,
+        call: impl Fn() -> Result<T, DriverError>,
+    ) -> Done<T> {
+        let mut result = call();
         // A recording allows neither waiting nor what follows it.
-        if !result.as_ref().is_err_and(short) || self.recording() {
-            return result;
+        if result.as_ref().is_err_and(short) && !self.recording() {
+            // What was freed is free once the work before is done.
+            let _ = self.synchronize();
+            memory::trim(&self.context);
+            result = call();
         }
-        // What was freed is free once the work before is done.
-        let _ = self.synchronize();
-        memory::trim(&self.context);
-        call()
-    }
-
-    /// Memory of the pool, first used on `stream`; the error says how much is missing.
-    fn take(&self, stream: &CudaStream, bytes: usize) -> Done<CUdeviceptr> {
-        self.bind()?;
-        // SAFETY: the stream belongs to the context that is current; nobody reads the memory before it is written.
-        let pointer = self.with_memory(|| unsafe { result::malloc_async(stream.cu_stream(), bytes.max(4)) });
-        pointer.map_err(|error| match self.context.mem_get_info() {
+        result.map_err(|error| match self.context.mem_get_info() {
             Ok((free, total)) if short(&error) => self.failed(format!(
-                "{OUT_OF_MEMORY}: {} more are needed, {} of {} are free",
-                megabytes(bytes),
+                "{OUT_OF_MEMORY}: {}, {} of {} are free",
+                needed(),
                 megabytes(free),
                 megabytes(total)
             )),
             _ => self.error(error),
         })
+    }
+
+    /// Memory of the pool, first used on `stream`.
+    fn take(&self, stream: &CudaStream, bytes: usize) -> Done<CUdeviceptr> {
+        self.bind()?;
+        let needed = || format!("{} more are needed", megabytes(bytes));
+        // SAFETY: the stream belongs to the context that is current; nobody reads the memory before it is written.
+        self.with_memory(needed, || unsafe { result::malloc_async(stream.cu_stream(), bytes.max(4)) })
     }
 
     /// Memory with `values` in it.

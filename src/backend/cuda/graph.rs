@@ -264,10 +264,10 @@ impl Capture {
         let (graph, Some(recorder)) = (graph.map_err(|e| device.error(e))?, recorder) else {
             return Err(device.failed("no recording is in progress"));
         };
+        let needed = || "the driver needs more for the recorded steps".to_string();
         // SAFETY: the graph is whole; flag 0 is the default. The graph that can run does not need the recorded one.
-        let executable =
-            device.with_memory(|| unsafe { result::graph::instantiate(graph.0, CUgraphInstantiate_flags(0)) });
-        let executable = executable.map_err(|e| device.error(e))?;
+        let instantiate = || unsafe { result::graph::instantiate(graph.0, CUgraphInstantiate_flags(0)) };
+        let executable = device.with_memory(needed, instantiate)?;
         let Recorder { workspace: _workspace, kept: _kept, .. } = recorder;
         Ok(Graph { device, executable, _kept, _workspace })
     }

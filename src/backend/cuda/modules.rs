@@ -55,11 +55,12 @@ impl Modules {
             Some(module) => *module,
             None => {
                 let text = CString::new(*ptx).map_err(|e| device.failed(format!("kernels `{file}`: {e}")))?;
+                let needed = || format!("the driver needs more for the kernels `{file}`");
                 // SAFETY: the text is whole PTX, ended by a zero byte. The module stays as long as the process.
-                let module = device.with_memory(|| unsafe { module::load_data(text.as_ptr().cast()) });
-                let module = module.map_err(|e| match device.error(e) {
-                    error if error.out_of_memory() => error,
-                    error => device.failed(format!("the driver does not take the kernels `{file}`: {}", error.why)),
+                let module = device.with_memory(needed, || unsafe { module::load_data(text.as_ptr().cast()) });
+                let module = module.map_err(|error| match error.out_of_memory() {
+                    true => error,
+                    false => device.failed(format!("the driver does not take the kernels `{file}`: {}", error.why)),
                 })?;
                 loaded.insert(file, Loaded(module));
                 Loaded(module)
