@@ -225,7 +225,7 @@ impl Cuts {
                     (Some((_, at)), _) => *at,
                     // A character that is on neither side of a cut, or first on a line.
                     (None, Some([c])) if *c != passed.space && *c != '\n' && !c.is_alphanumeric() => {
-                        at_sign(step.behavior)
+                        if kind_on_line(*c) == Some(SIGN) { at_sign(step.behavior) } else { [GoesOn; KINDS] }
                     }
                     _ => return unknown(),
                 }
