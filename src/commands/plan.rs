@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::open::{locate, transfer};
 use crate::backend::cache::{BLOCK, CacheType};
-use crate::checkpoint::{Checkpoint, CheckpointError, snapshot};
+use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::cli::args::{DeviceArg, ModelArgs};
 use crate::cli::planning::{PlanArgs, Reserve};
 use crate::cli::print::Printer;
@@ -196,13 +196,12 @@ fn opened(dir: &Path, name: String) -> Result<Found> {
         warnings.extend(damage.iter().map(|error| format!("{error}; sizes are those of the headers")));
         return Ok(Found { name, checkpoint, plain, stored, warnings });
     }
-    // A config is enough; without one a folder is named for what it is.
-    if !snapshot(dir)?.join("config.json").exists() {
-        format::refuse_foreign(dir)?;
-    }
     let (checkpoint, weights) = match Checkpoint::open(dir) {
-        Err(CheckpointError::NoWeights(..)) => (Checkpoint::open_config(dir)?, false),
-        opened => (opened?, true),
+        Err(CheckpointError::NoWeights(..)) => (config_alone(dir)?, false),
+        opened => {
+            format::refuse_foreign(dir)?;
+            (opened?, true)
+        }
     };
     // A plan for weights that no command reads is useless.
     let again = if weights { Checkpoint::open(dir)? } else { Checkpoint::open_config(dir)? };
@@ -213,6 +212,15 @@ fn opened(dir: &Path, name: String) -> Result<Found> {
     let stored = checkpoint.tensors().values().map(|entry| entry.bytes.len() as u64).sum();
     let warnings = checkpoint.notes().to_vec();
     Ok(Found { name, checkpoint, plain: weights && !quantized, stored, warnings })
+}
+
+/// A folder without safetensors weights: the config of a model is enough, whatever files of other programs lie beside it.
+fn config_alone(dir: &Path) -> Result<Checkpoint> {
+    let checkpoint = Checkpoint::open_config(dir);
+    if !checkpoint.as_ref().is_ok_and(|checkpoint| ModelConfig::stated_by(checkpoint).is_ok()) {
+        format::refuse_foreign(dir)?;
+    }
+    Ok(checkpoint?)
 }
 
 /// The plan for people.

@@ -52,6 +52,18 @@ fn seven_billion() {
     assert_eq!(fp16.split_whitespace().collect::<Vec<_>>(), ["fp16", "13.48", "GB", "16.00", "-", "-", "-"]);
 }
 
+/// What other programs put beside a config does not hide it.
+#[test]
+fn a_config_beside_files_of_other_programs() {
+    let scene = Scene::demo();
+    fs::create_dir(scene.path("pickled")).unwrap();
+    fs::copy(fixture("configs/llama-2-7b.json"), scene.path("pickled/config.json")).unwrap();
+    scene.write("pickled/pytorch_model.bin", b"");
+    assert_eq!(plan(&scene, &["pickled"])["parameters"], 6_738_415_616u64);
+    scene.write("pickled/config.json", b"{}");
+    scene.refused(&["plan", "pickled"], &["a folder of pickled PyTorch weights (`pytorch_model.bin`)"]);
+}
+
 /// Tensors of each form of the demo checkpoint, as they are written.
 #[test]
 fn sizes_are_those_written() {
