@@ -19,10 +19,10 @@ pub fn check(opened: &Opened, reference: &Checkpoint, findings: &mut Findings) {
     if opened.method.is_none() && reference.dir() != checkpoint.dir() {
         findings.warn("config.quantization", "the artifact is not quantized: its config names no method");
     }
-    if let Ok(Some(found)) = config::find(checkpoint) {
-        if found.method == "gptq" {
-            gptq(checkpoint, &found, findings);
-        }
+    if let Ok(Some(found)) = config::find(checkpoint)
+        && found.method == "gptq"
+    {
+        gptq(checkpoint, &found, findings);
     }
     let gptq = opened.method == Some("gptq");
     // What GPTQ's reader wonders at in zero points has been told module by module.
