@@ -84,6 +84,12 @@ fn the_files_of_the_user_stay() {
     scene.write("out/config.json", "{}");
     scene.refused(&again, &["`out/config.json` is not as quantkit wrote it", "remove it"]);
     scene.write("out/config.json", config);
+    // Weights of the same size, so that only their hash tells.
+    let weights = scene.read("out/model.safetensors");
+    let mut other = weights.clone();
+    *other.last_mut().unwrap() ^= 1;
+    scene.write("out/model.safetensors", other);
+    scene.refused(&again, &["`out/model.safetensors` is not as quantkit wrote it"]);
     fs::remove_file(scene.path("out/model.safetensors")).unwrap();
     scene.run(&again).ok();
     assert!(scene.path("out/model.safetensors").exists() && scene.path("out/chat_template.jinja").exists());

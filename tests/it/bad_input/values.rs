@@ -242,6 +242,10 @@ fn side_files_of_a_gguf_file() {
 fn quantized(scene: &Scene, out: &str, args: &[&str], edits: &[(&str, Value, &str)]) {
     let all = [args, &["model", "-o", out, "--no-eval"]].concat();
     if args[0] == "rtn" { scene.tiny_run(&all) } else { scene.run(&all) }.ok();
+    // They say the same a second time.
+    for file in ["quantize_config.json", "quant_config.json"] {
+        let _ = std::fs::remove_file(scene.path(&format!("{out}/{file}")));
+    }
     let keys: Vec<String> = edits.iter().map(|(key, ..)| format!("/quantization_config/{key}")).collect();
     let edits: Vec<(&str, Value, &str)> =
         keys.iter().zip(edits).map(|(key, (_, value, words))| (&**key, value.clone(), *words)).collect();
@@ -342,6 +346,13 @@ fn gguf_metadata_of_a_wrong_type() {
         scene.refused(&args, &[words]);
         std::fs::remove_file(scene.path("bad.gguf")).unwrap();
     }
+    // A key that llama.cpp does not know may have any type.
+    let later: Typed = true.into();
+    rewrite(&scene.path("good.gguf"), &scene.path("later.gguf"), |metadata| {
+        metadata.set("general.sampling.later", later);
+    });
+    let words = ["the metadata key `general.sampling.later` is not known, and is left out"];
+    scene.run(&["generate", "later.gguf", "--prompt", "a", "--max-tokens", "1"]).ok().says(&words);
     // A vocabulary without the name of its pre-tokenizer is read, and said to be.
     rewrite(&scene.path("good.gguf"), &scene.path("old.gguf"), |metadata| drop(metadata.remove("tokenizer.ggml.pre")));
     let words =

@@ -109,7 +109,11 @@ fn importance_of_some_tensors_is_named_and_counted() {
 
     for (kind, more, why) in [
         ("Q8_0", &[][..], "no tensor that it covers gets a type that weighs by importance"),
-        ("Q4_0", &["--error-feedback", "--chunks", "1"], "--error-feedback takes importance of its own"),
+        (
+            "Q4_0",
+            &["--error-feedback", "--chunks", "1"],
+            "--error-feedback computes importance from its calibration text",
+        ),
     ] {
         gguf(kind, "none.gguf", &[more, &["--overwrite"]].concat()).says(&["`some.dat` is not used", why]);
         assert_eq!(claims(&scene, "none.gguf"), [""; 0]);

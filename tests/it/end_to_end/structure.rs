@@ -4,9 +4,10 @@ use std::fs;
 
 use half::f16;
 use quantkit::format::gguf::read::GgufFile;
+use safetensors::Dtype;
 use serde_json::{Value, json};
 
-use crate::support::scene::Scene;
+use crate::support::scene::{Scene, Stored};
 
 /// A model whose attention has 4 bits, as most rules of its config say, and whose larger MLP has 8.
 fn mixed(scene: &Scene, format: &str) {
@@ -91,6 +92,12 @@ fn files_without_hashes_are_checked_by_structure() {
     }
 
     let infinite = f16::INFINITY.to_le_bytes();
+    // A mask of a part that is not read may hold infinities.
+    scene.edit_weights(|tensors| {
+        let mask = Stored { dtype: Dtype::F16, shape: vec![1], data: infinite.to_vec() };
+        tensors.insert("vision_tower.mask".into(), mask);
+    });
+    assert_eq!(verification(&scene, "model", 0)["mismatches"], json!([]));
     scene.edit_weights(|tensors| {
         tensors.get_mut("model.norm.weight").unwrap().data[4..6].copy_from_slice(&infinite);
     });

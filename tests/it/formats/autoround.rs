@@ -166,8 +166,8 @@ fn what_is_not_read_is_named() {
         assert!(said.contains(part) && said.contains("`auto-round` in a form that quantkit does not read"), "{said}");
     }
     for (value, part) in [
-        (json!([UP]), "`extra_config` is no object"),
-        (json!({UP: 4}), "of `extra_config` is no object"),
+        (json!([UP]), "`extra_config` is not an object"),
+        (json!({UP: 4}), "of `extra_config` is not an object"),
         (json!({UP: {"bits": "four"}}), "in `extra_config` is \"four\""),
     ] {
         let error = refused(&|quantization| quantization["extra_config"] = value.clone());

@@ -80,8 +80,9 @@ fn other_algorithms_of_modelopt_are_named() {
     for (beside, part) in [
         (modelopt(json!("NVFP4"), json!("FP8")), "`quant_algo` is NVFP4"),
         (modelopt(json!("W4A16_AWQ"), Value::Null), "`quant_algo` is W4A16_AWQ"),
-        (modelopt(json!("FP8"), json!("NVFP4")), "a cache in `NVFP4`"),
+        (modelopt(json!("FP8"), json!("NVFP4")), "a cache in \"NVFP4\""),
         (mixed, "MIXED_PRECISION, of FP8 and NVFP4"),
+        (modelopt(json!("FP8"), json!({"num_bits": 8, "type": "int"})), "a cache in {"),
     ] {
         let error = opened(&folder, Some(&beside)).err().unwrap();
         assert!(error.is_unread() && error.to_string().contains(part), "{error}");
@@ -89,6 +90,22 @@ fn other_algorithms_of_modelopt_are_named() {
     }
     folder.config = json!({"quantization_config": inside("NVFP4")});
     assert!(folder.damage().contains("`quant_algo` is NVFP4"));
+}
+
+#[test]
+fn settings_of_modelopt_are_read_strictly() {
+    let mut folder = Folder::bare(Value::Null);
+    folder.set("weight", Dtype::F8E4M3, &[2, 3], vec![0x38; 6]);
+    folder.set("weight_scale", Dtype::F32, &[], 2f32.to_le_bytes().to_vec());
+    let mut names = modelopt(json!("FP8"), Value::Null);
+    names["quantization"]["exclude_modules"] = json!("lm_head");
+    for (beside, part) in [
+        (modelopt(json!(["FP8"]), Value::Null), "`quant_algo` is [\"FP8\"]; a text is needed"),
+        (names, "`exclude_modules` is \"lm_head\"; a list of names is needed"),
+    ] {
+        let error = opened(&folder, Some(&beside)).err().unwrap();
+        assert!(!error.is_unread() && error.to_string().contains(part), "{error}");
+    }
 }
 
 /// Every format and strategy of compressed-tensors 0.20 that is not read: never called damaged.

@@ -202,6 +202,10 @@ fn shapes() {
     assert!(matches!(told(&shaped(&[33], 2), &["33", "Q4_0", "32"]), Problem::Blocks { .. }));
     assert!(matches!(told(&shaped(&[128, 2], 12), &["128", "Q4_K", "256"]), Problem::Blocks { .. }));
     assert!(matches!(told(&shaped(&[1 << 40], 0), &["`a.weight`"]), Problem::Truncated { .. }));
+    // Each tensor has a possible size, and all of them together none.
+    let huge = |name: &str, offset: u64| tensor(name, &[1 << 60], 0, offset);
+    let raw = with_tensors(vec![huge("a.weight", 0), huge("b.weight", 1 << 62), huge("c.weight", 1 << 63)]);
+    assert!(matches!(told(&raw, &["`a.weight`"]), Problem::Truncated { .. }));
     // Dimensions that take three billion words to list.
     let mut many = tensor("a.weight", &[1], 0, 0);
     many[16..20].copy_from_slice(&u32::MAX.to_le_bytes());
@@ -209,6 +213,24 @@ fn shapes() {
     // Nothing and a single value are tensors too.
     assert_eq!(shaped(&[], 0).read().unwrap().tensors[0].len(), 1);
     assert!(shaped(&[32, 0], 2).read().unwrap().tensors[0].is_empty());
+}
+
+/// A file can claim to be the first of any number of parts.
+#[test]
+fn missing_parts_are_counted() {
+    let mut raw = Raw::sound();
+    let number = |key: &str, value: u16| pair(key, 2, &value.to_le_bytes());
+    raw.pairs.extend([number("split.no", 0), number("split.count", 60_000)]);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model-00001-of-60000.gguf");
+    std::fs::write(&path, raw.bytes()).unwrap();
+    let (file, damage) = GgufFile::salvage(&path).unwrap();
+    assert_eq!(file.tensors().len(), 2);
+    let damage: Vec<String> = damage.iter().map(ToString::to_string).collect();
+    assert_eq!(damage.len(), 4, "{damage:?}");
+    assert!(damage[0].contains("model-00002-of-60000.gguf") && damage[2].contains("00004-of"), "{damage:?}");
+    assert!(damage[3].contains("59996 more parts are missing or damaged"), "{damage:?}");
+    assert!(GgufFile::open(&path).is_err());
 }
 
 #[test]
