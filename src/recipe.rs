@@ -112,6 +112,12 @@ impl Method {
         self.needs() != Needs::default() || self.transform.is_some()
     }
 
+    /// Whether bits and group size are options of the method, rather than part of it.
+    pub fn chooses_groups(&self) -> bool {
+        !matches!(self.rounding, Rounding::Float8 { .. })
+            && !matches!(self.transform, Some(Transform::Smoothquant { .. }))
+    }
+
     /// How calibration goes through the blocks.
     pub fn course(&self) -> Course {
         let sample = self.transform.map(|transform| match transform {

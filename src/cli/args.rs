@@ -19,6 +19,8 @@ use super::spec::{DraftArgs, SpecArgs};
 use super::validation::{KvArgs, ValidateArgs};
 use crate::evaluate::windows::Convention;
 use crate::model::tokenizer::BosMode;
+use crate::pipeline::options::OnMisfit;
+use crate::pipeline::source::ModelSource;
 use crate::quantize::grid::Grid;
 use crate::quantize::order::Order;
 
@@ -109,6 +111,12 @@ pub struct ModelArgs {
     pub device: DeviceArg,
 }
 
+impl<'a> From<&'a ModelArgs> for ModelSource<'a> {
+    fn from(args: &'a ModelArgs) -> Self {
+        Self { model: args.model.as_deref(), revision: args.revision.as_deref() }
+    }
+}
+
 /// Where to compute.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceArg {
@@ -149,21 +157,28 @@ pub struct SchemeArgs {
     pub skips: Vec<String>,
     /// What to do where the group size does not divide a module's input; with `skip`, modules that a consumer of --for
     /// would not load stay in floating point too
-    #[arg(long, value_enum, default_value_t = OnMisfit::Refuse)]
-    pub on_misfit: OnMisfit,
-    /// Whether the command has that option.
-    #[arg(skip = true)]
-    pub on_misfit_given: bool,
+    #[arg(long, value_enum, default_value_t = OnMisfitArg::Refuse)]
+    pub on_misfit: OnMisfitArg,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OnMisfit {
+pub enum OnMisfitArg {
     /// Stop before any work, and say which sizes would do
     Refuse,
     /// Leave the module in floating point
     Skip,
     /// Take the largest smaller group size that divides
     SmallerGroup,
+}
+
+impl From<OnMisfitArg> for OnMisfit {
+    fn from(arg: OnMisfitArg) -> Self {
+        match arg {
+            OnMisfitArg::Refuse => Self::Refuse,
+            OnMisfitArg::Skip => Self::Skip,
+            OnMisfitArg::SmallerGroup => Self::SmallerGroup,
+        }
+    }
 }
 
 #[derive(Clone, Debug, Args)]

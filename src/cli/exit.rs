@@ -1,25 +1,10 @@
 //! Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 internal or device, 130 interrupted.
 
-use std::fmt;
 use std::process::ExitCode;
 
-use crate::backend::DeviceError;
-use crate::cli::interrupt::Interrupted;
 use crate::cli::print::{named, to_stderr};
-use crate::evaluate::perplexity::PerplexityError;
-use crate::model::ModelError;
-
-/// The work was done, and what it made did not pass.
-#[derive(Debug)]
-pub struct CheckFailed(pub String);
-
-impl fmt::Display for CheckFailed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for CheckFailed {}
+pub use crate::pipeline::failure::CheckFailed;
+use crate::pipeline::failure::{Category, category};
 
 /// The exit code of work that did not pass a check.
 pub const CHECK_FAILED: u8 = 1;
@@ -30,23 +15,14 @@ pub const DEVICE: u8 = 3;
 /// The exit code of work that the user stopped.
 pub const INTERRUPTED: u8 = 130;
 
-/// The exit code of an error, from whatever in its chain decides it.
+/// The exit code of an error.
 pub fn code(error: &anyhow::Error) -> u8 {
-    let decided = error.chain().find_map(|cause| {
-        if cause.is::<Interrupted>() {
-            Some(INTERRUPTED)
-        } else if cause.is::<CheckFailed>()
-            || matches!(cause.downcast_ref(), Some(ModelError::NonFinite { .. }))
-            || matches!(cause.downcast_ref(), Some(PerplexityError::NonFinite { .. }))
-        {
-            Some(CHECK_FAILED)
-        } else if cause.is::<DeviceError>() || matches!(cause.downcast_ref(), Some(ModelError::Device(_))) {
-            Some(DEVICE)
-        } else {
-            None
-        }
-    });
-    decided.unwrap_or(2)
+    match category(error) {
+        Category::CheckFailed => CHECK_FAILED,
+        Category::Input => 2,
+        Category::Device => DEVICE,
+        Category::Interrupted => INTERRUPTED,
+    }
 }
 
 /// Reports an error on stderr, the whole chain in one line.
@@ -77,7 +53,9 @@ pub fn report(error: &anyhow::Error) -> ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::DeviceError;
     use crate::engine::generate::GenerateError;
+    use crate::model::ModelError;
 
     #[test]
     fn causes_decide() {

@@ -2,16 +2,10 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use thiserror::Error;
-
-use crate::cli::print::to_stderr;
+use super::print::to_stderr;
+use crate::pipeline::observer::Interrupted;
 
 static ASKED: AtomicBool = AtomicBool::new(false);
-
-/// The user asked to stop.
-#[derive(Debug, Error)]
-#[error("interrupted")]
-pub struct Interrupted;
 
 /// Starts listening to SIGINT and SIGTERM: once there is something to tidy up, and steps that [`check`]. Until
 /// then they end the process at once, as the second one does afterwards. Further calls change nothing.

@@ -1,4 +1,5 @@
-//! The one printer: results to stdout, everything else to stderr; bars on a terminal, plain lines in CI.
+//! The one printer: results to stdout, everything else to stderr; bars on a terminal, plain lines in CI. It is the observer
+//! of the pipeline.
 
 use std::cmp::Reverse;
 use std::io::{self, IsTerminal, Write};
@@ -9,7 +10,9 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
+use super::interrupt;
 use crate::num::size::bytes;
+use crate::pipeline::observer::{Observer, Progress, Reporter};
 
 /// How much a command says.
 #[derive(Clone, Copy, Debug)]
@@ -110,6 +113,42 @@ impl Printer {
     }
 }
 
+impl Observer for Printer {
+    fn note(&self, text: &str) {
+        Printer::note(self, text);
+    }
+
+    fn warn(&self, text: &str) {
+        Printer::warn(self, text);
+    }
+
+    fn phase(&self, what: &str, total: u64) -> Box<dyn Progress> {
+        Box::new(self.steps(what, total))
+    }
+
+    fn transfer(&self, file: &str, bytes: u64) -> Box<dyn Progress> {
+        Box::new(Printer::transfer(self, file, bytes))
+    }
+
+    fn stoppable(&self) {
+        interrupt::listen();
+    }
+
+    fn stops(&self) -> bool {
+        interrupt::check().is_err()
+    }
+
+    fn renamed(&self, temporary: &Path, name: &Path) {
+        report_as(temporary, name);
+    }
+}
+
+impl From<Printer> for Reporter {
+    fn from(printer: Printer) -> Self {
+        Reporter::new(printer)
+    }
+}
+
 /// Progress of one phase.
 pub struct Steps {
     printer: Printer,
@@ -120,9 +159,9 @@ pub struct Steps {
     bar: Option<ProgressBar>,
 }
 
-impl Steps {
-    /// One step is done; `message` says what came of it. A line each in CI.
-    pub fn step(&mut self, message: &str) {
+impl Progress for Steps {
+    /// A line each in CI.
+    fn step(&mut self, message: &str) {
         self.done += 1;
         match &self.bar {
             Some(bar) => {
@@ -136,8 +175,8 @@ impl Steps {
         }
     }
 
-    /// `done` of `total` are done, without a line of their own in CI.
-    pub fn set(&mut self, done: u64, total: u64) {
+    /// Without a line in CI.
+    fn set(&mut self, done: u64, total: u64) {
         if let Some(bar) = &self.bar {
             bar.set_length(total);
             bar.set_position(done);

@@ -5,18 +5,18 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 
-use super::open::{Located, Runnable, demo_draft, locate, open};
 use crate::backend::Backend;
-use crate::cli::args::ModelArgs;
 use crate::cli::print::Printer;
 use crate::engine::speculate::{self, Ahead};
+use crate::pipeline::open::{Runnable, open};
+use crate::pipeline::source::{Located, ModelSource, demo_draft, locate};
 
 /// Finds the draft: the built-in one where none is named.
-pub fn find(draft: Option<&str>, revision: Option<&str>, model: &ModelArgs, printer: Printer) -> Result<Located> {
-    let Some(draft) = draft else { return demo_draft(printer) };
-    let args =
-        ModelArgs { model: Some(draft.into()), revision: revision.map(Into::into), device: model.device.clone() };
-    locate(&args, printer).context("the draft")
+pub fn find(draft: Option<&str>, revision: Option<&str>, printer: Printer) -> Result<Located> {
+    if draft.is_none() {
+        return demo_draft(printer);
+    }
+    locate(ModelSource { model: draft, revision }, printer).context("the draft")
 }
 
 /// Opens it, and refuses what cannot serve the target.

@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
+use super::accounted;
 use super::device::backend;
-use super::open::{Runnable, corpus, locate, open};
 use super::task::{Cut, Task, builtin, check_context, task};
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
@@ -25,6 +25,9 @@ use crate::evaluate::windows::{Convention, Window, plan};
 use crate::model::presence::Unread;
 use crate::model::tokenizer::{BosMode, BosRule};
 use crate::num::size::bytes;
+use crate::pipeline::observer::Progress;
+use crate::pipeline::open::{Runnable, corpus, open};
+use crate::pipeline::source::locate;
 
 /// What was compared, on what, and what came of it.
 #[derive(Serialize)]
@@ -127,7 +130,7 @@ pub fn run(args: &KlArgs, printer: Printer) -> Result<()> {
         device: artifact.model.backend().device(),
         peak_rss_bytes: peak_rss_bytes(),
     };
-    printer.object(&artifact.accounted(&report))?;
+    printer.object(&accounted(&report, artifact.unread.as_ref()))?;
     show(&report, printer)?;
     gates(args, &report.corpora)
 }

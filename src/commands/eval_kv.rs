@@ -5,9 +5,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
+use super::accounted;
 use super::device::one;
 use super::kv_cache;
-use super::open::{Runnable, corpus, locate, open};
 use super::task::Task;
 use super::validate::texts;
 use crate::backend::cache::{CacheType, LayerScales};
@@ -21,6 +21,9 @@ use crate::cli::validation::{KvArgs, TextArgs};
 use crate::evaluate::cache_error::{HeadErrors, Setting, head_errors, predictions};
 use crate::evaluate::divergence::Divergence;
 use crate::evaluate::finite::{self, DAMAGED};
+use crate::pipeline::observer::Progress;
+use crate::pipeline::open::{Runnable, corpus, open};
+use crate::pipeline::source::locate;
 use crate::report::{Cache, CacheErrors, ScaleSource, number};
 
 /// Windows that errors of single heads are measured on.
@@ -56,7 +59,7 @@ pub fn run(args: &KvArgs, printer: Printer) -> Result<()> {
     let warnings: Vec<String> = warning(&cache).into_iter().collect();
     let reason = broken(&cache);
     let output = Output { model: &located.name, reason: reason.as_deref(), cache: &cache, warnings: warnings.clone() };
-    printer.object(&runnable.accounted(&output))?;
+    printer.object(&accounted(&output, runnable.unread.as_ref()))?;
     for line in lines(&cache) {
         printer.text(line)?;
     }

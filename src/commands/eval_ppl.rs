@@ -2,8 +2,8 @@
 
 use anyhow::{Result, bail};
 
+use super::accounted;
 use super::device::backend;
-use super::open::{Measurement, corpus, locate, open, perplexity};
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
 use crate::cli::args::PplArgs;
@@ -12,6 +12,9 @@ use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::evaluate::finite::DAMAGED;
 use crate::model::tokenizer::BosMode;
+use crate::pipeline::measure::{Measurement, perplexity};
+use crate::pipeline::open::{corpus, open};
+use crate::pipeline::source::locate;
 
 pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     let located = locate(&args.model, printer)?;
@@ -33,7 +36,7 @@ pub fn run(args: &PplArgs, printer: Printer) -> Result<()> {
     interrupt::listen();
     let mut result = perplexity(&runnable, &how, "perplexity", printer)?.result;
     result.inputs.clone_from(&runnable.inputs);
-    printer.object(&runnable.accounted(&result))?;
+    printer.object(&accounted(&result, runnable.unread.as_ref()))?;
     printer.text(format!(
         "perplexity {:.4} ± {:.4}  ({} tokens in {} windows of {}, convention {}, BOS {}, {:.0} tokens/s on {})",
         result.perplexity,

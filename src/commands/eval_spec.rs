@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use serde::Serialize;
 
+use super::accounted;
 use super::device::one;
-use super::open::{Runnable, corpus, locate, open};
 use super::{draft, kv_cache};
 use crate::backend::cache::CacheType;
 use crate::backend::cuda::CudaOptions;
@@ -24,6 +24,9 @@ use crate::evaluate::speculation::{Task, measure};
 use crate::evaluate::windows::{Convention, Window, plan};
 use crate::model::presence::Unread;
 use crate::model::tokenizer::{BosHabit, BosRule};
+use crate::pipeline::observer::Progress;
+use crate::pipeline::open::{Runnable, corpus, open};
+use crate::pipeline::source::locate;
 
 /// Tokens of a window at most.
 const WINDOW: usize = 512;
@@ -59,7 +62,7 @@ pub fn run(args: &SpecArgs, printer: Printer) -> Result<()> {
     let located = locate(&args.model, printer)?;
     let device = one(&args.model.device, CudaOptions::default(), printer)?;
     let target = open(&located.dir, device.clone(), printer)?;
-    let found = draft::find(args.draft.as_deref(), args.draft_revision.as_deref(), &args.model, printer)?;
+    let found = draft::find(args.draft.as_deref(), args.draft_revision.as_deref(), printer)?;
     let ahead = Ahead::Fixed(args.pair.num_speculative_tokens);
     let draft = draft::open_for(&target, &found.dir, ahead, device, printer)?;
     interrupt::listen();
@@ -77,7 +80,7 @@ pub fn run(args: &SpecArgs, printer: Printer) -> Result<()> {
         draft_unread_tensors: draft.unread.clone(),
         device: target.model.backend().device(),
     };
-    printer.object(&target.accounted(&report))?;
+    printer.object(&accounted(&report, target.unread.as_ref()))?;
     show(&report, printer)?;
     if !report.figures.has_rate() {
         printer.warn(

@@ -6,8 +6,8 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use serde_json::json;
 
+use super::accounted;
 use super::device::{one, warn_of_unrecorded_steps};
-use super::open::{Runnable, locate, open};
 use super::{draft, generate_many, kv_cache};
 use crate::backend::cuda::{CudaOptions, Precision};
 use crate::cli::args::GenerateArgs;
@@ -19,6 +19,8 @@ use crate::engine::sampler::{Sampler, SamplerOptions};
 use crate::engine::speculate::{self, Ahead, Rounds, Speculation};
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::{BosHabit, BosMode, BosRule, Tokenizer};
+use crate::pipeline::open::{Runnable, open};
+use crate::pipeline::source::locate;
 
 pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     let sampling = SamplerOptions {
@@ -49,7 +51,7 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
     let ahead = args.draft.num_speculative_tokens.unwrap_or(Ahead::Auto);
     let draft = match &args.draft.draft {
         Some(named) => {
-            let found = draft::find(Some(named), args.draft.draft_revision.as_deref(), &args.model, printer)?;
+            let found = draft::find(Some(named), args.draft.draft_revision.as_deref(), printer)?;
             Some((draft::open_for(&runnable, &found.dir, ahead, device, printer)?, found))
         }
         None => None,
@@ -114,15 +116,18 @@ pub fn run(args: &GenerateArgs, printer: Printer) -> Result<()> {
         written as f64 / seconds
     ));
     let speculation = rounds.as_ref().map(|rounds| speculation(rounds, written, printer));
-    printer.object(&runnable.accounted(json!({
-        "text": text,
-        "prompt_tokens": tokens.len(),
-        "tokens": written,
-        "tokens_per_second": written as f64 / seconds,
-        "stop": reason,
-        "seed": args.seed.unwrap_or(0),
-        "speculation": speculation,
-    })))?;
+    printer.object(&accounted(
+        json!({
+            "text": text,
+            "prompt_tokens": tokens.len(),
+            "tokens": written,
+            "tokens_per_second": written as f64 / seconds,
+            "stop": reason,
+            "seed": args.seed.unwrap_or(0),
+            "speculation": speculation,
+        }),
+        runnable.unread.as_ref(),
+    ))?;
     Ok(())
 }
 

@@ -8,10 +8,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
+use super::accounted;
 use super::device::{one, warn_of_unrecorded_steps};
 use super::generate::{end_of, reason, tokens_of};
 use super::kv_cache;
-use super::open::{Runnable, locate, open};
 use crate::backend::cache::BLOCK;
 use crate::backend::cuda::{CudaOptions, Precision};
 use crate::calibrate::corpus::messages;
@@ -24,6 +24,9 @@ use crate::engine::sampler::{Sampler, SamplerOptions};
 use crate::engine::scheduler::{Event, Happened, Request, Scheduler, SchedulerOptions};
 use crate::model::chat::{ChatTemplate, Message};
 use crate::num::size::bytes;
+use crate::pipeline::observer::Progress;
+use crate::pipeline::open::{Runnable, open};
+use crate::pipeline::source::locate;
 
 /// What is to be continued: text, or turns of a chat.
 enum Prompt {
@@ -137,20 +140,23 @@ pub fn run(args: &GenerateArgs, sampling: SamplerOptions, printer: Printer) -> R
         }
     ));
     let texts = results.texts(&runnable)?;
-    printer.object(&runnable.accounted(json!({
-        "results": results.objects(&texts, sampling.seed),
-        "tokens": totals.tokens,
-        "tokens_per_second": totals.tokens as f64 / seconds,
-        "cache": {
-            "type": cache.kind(),
-            "blocks": blocks,
-            "bytes": blocks * block,
-            "most_blocks": totals.most_blocks,
-            "waste": totals.waste(),
-            "swapped": totals.swapped,
-            "recomputed": totals.recomputed,
-        },
-    })))?;
+    printer.object(&accounted(
+        json!({
+            "results": results.objects(&texts, sampling.seed),
+            "tokens": totals.tokens,
+            "tokens_per_second": totals.tokens as f64 / seconds,
+            "cache": {
+                "type": cache.kind(),
+                "blocks": blocks,
+                "bytes": blocks * block,
+                "most_blocks": totals.most_blocks,
+                "waste": totals.waste(),
+                "swapped": totals.swapped,
+                "recomputed": totals.recomputed,
+            },
+        }),
+        runnable.unread.as_ref(),
+    ))?;
     Ok(())
 }
 

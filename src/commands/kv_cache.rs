@@ -4,8 +4,6 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 
-use super::few_tokens::{self, Found};
-use super::open::{Measurement, Runnable, settle};
 use crate::backend::cache::{CacheType, LayerScales};
 use crate::calibrate::cache::Sharing;
 use crate::calibrate::corpus::Corpus;
@@ -16,6 +14,10 @@ use crate::engine::cache::{CacheOptions, Room};
 use crate::evaluate::cache_error::{self, Setting};
 use crate::evaluate::windows::{Convention, Window, plan};
 use crate::model::tokenizer::BosMode;
+use crate::pipeline::few_tokens::{self, Found};
+use crate::pipeline::measure::{Measurement, settle};
+use crate::pipeline::observer::Progress;
+use crate::pipeline::open::Runnable;
 
 /// Windows of the calibration text that scales are found on.
 const CALIBRATION_WINDOWS: usize = 8;

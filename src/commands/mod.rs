@@ -7,15 +7,13 @@ mod eval_kl;
 mod eval_kv;
 mod eval_ppl;
 mod eval_spec;
-mod few_tokens;
 mod generate;
 mod generate_many;
-pub mod gguf;
+mod gguf;
 mod history;
 mod inspect;
 mod kv_cache;
 mod list;
-mod open;
 mod plan;
 mod quantize;
 mod run;
@@ -23,14 +21,30 @@ mod task;
 mod validate;
 
 use anyhow::{Context, Result};
+use serde::Serialize;
 
 use crate::backend::DeviceError;
 use crate::cli::args::{Cli, Command, EvalCommand};
 use crate::cli::print::Printer;
 use crate::model::ModelError;
+use crate::model::presence::Unread;
 
 /// Bytes of a worker's stack: what a main thread has.
 const STACK: usize = 8 << 20;
+
+/// What `--json` prints of a model, with the tensors that were not read.
+#[derive(Serialize)]
+struct Accounted<'a, T> {
+    #[serde(flatten)]
+    value: T,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unread_tensors: Option<&'a Unread>,
+}
+
+/// `value`, an object, with `unread_tensors` where there are some.
+fn accounted<T: Serialize>(value: T, unread_tensors: Option<&Unread>) -> Accounted<'_, T> {
+    Accounted { value, unread_tensors }
+}
 
 /// Runs the command that was asked for.
 pub fn execute(cli: Cli) -> Result<()> {

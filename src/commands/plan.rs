@@ -5,10 +5,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::open::{locate, transfer};
 use crate::backend::cache::{BLOCK, CacheType};
 use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::cli::args::{DeviceArg, ModelArgs};
 use crate::cli::planning::{PlanArgs, Reserve};
 use crate::cli::print::Printer;
 use crate::engine::capacity::{sequence_bytes, sequences, token_bytes};
@@ -20,6 +18,7 @@ use crate::hub::{self, HubOptions};
 use crate::model::config::ModelConfig;
 use crate::model::presence::Unread;
 use crate::num::size::bytes;
+use crate::pipeline::source::{ModelSource, locate, transfer};
 use crate::scheme::GroupSize;
 use crate::tensor::Dtype;
 
@@ -181,8 +180,8 @@ fn find(args: &PlanArgs, printer: Printer) -> Result<Found> {
             return opened(&dir, spec.clone());
         }
     }
-    let (model, revision) = (args.model.clone(), args.revision.clone());
-    let located = locate(&ModelArgs { model, revision, device: DeviceArg::Cpu }, printer)?;
+    let source = ModelSource { model: args.model.as_deref(), revision: args.revision.as_deref() };
+    let located = locate(source, printer)?;
     opened(&located.dir, located.name.clone())
 }
 

@@ -2,11 +2,12 @@
 
 use anyhow::{Context, Result, bail};
 
-use super::open::{Measurement, Runnable, settle};
 use crate::calibrate::corpus::Corpus;
 use crate::cli::print::Printer;
 use crate::evaluate::windows::{Convention, Window, plan};
 use crate::model::tokenizer::BosMode;
+use crate::pipeline::measure::{Measurement, settle};
+use crate::pipeline::open::Runnable;
 
 /// How texts are cut.
 #[derive(Clone, Copy, Debug)]

@@ -76,6 +76,11 @@ impl Model {
         &*self.backend
     }
 
+    /// The backend, to be shared with other models.
+    pub fn backend_handle(&self) -> Arc<dyn Backend> {
+        self.backend.clone()
+    }
+
     pub fn checkpoint(&self) -> &Checkpoint {
         self.source.checkpoint()
     }

@@ -30,6 +30,22 @@ pub struct GptqOptions {
     pub least_zero: u8,
 }
 
+impl GptqOptions {
+    /// The default options for a scheme.
+    pub fn new(scheme: Scheme, grid: Grid) -> Self {
+        Self {
+            scheme,
+            order: Order::GroupAware,
+            static_groups: false,
+            damp_percent: 0.05,
+            damp_auto_increment: 0.01,
+            grid,
+            sweeps: 1,
+            least_zero: 0,
+        }
+    }
+}
+
 /// Why there is no curvature.
 #[derive(Debug, Error)]
 pub enum CurvatureError {

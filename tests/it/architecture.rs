@@ -3,8 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// Every room and the rooms it may use. Each names only rooms above it, so no circle can form; the one
-/// exception is that `cli` runs commands and commands use its printer.
+/// Every room and the rooms it may use. Each names only rooms above it, so no circle can form.
 const ROOMS: &[(&str, &[&str])] = &[
     ("num", &[]),
     ("scheme", &[]),
@@ -72,9 +71,28 @@ const ROOMS: &[(&str, &[&str])] = &[
         ],
     ),
     (
-        "commands",
+        "pipeline",
         &[
-            "cli",
+            "recipe",
+            "hub",
+            "checkpoint",
+            "model",
+            "calibrate",
+            "quantize",
+            "pack",
+            "format",
+            "engine",
+            "evaluate",
+            "backend",
+            "num",
+            "scheme",
+            "tensor",
+        ],
+    ),
+    (
+        "cli",
+        &[
+            "pipeline",
             "recipe",
             "hub",
             "checkpoint",
@@ -93,9 +111,10 @@ const ROOMS: &[(&str, &[&str])] = &[
         ],
     ),
     (
-        "cli",
+        "commands",
         &[
-            "commands",
+            "cli",
+            "pipeline",
             "recipe",
             "hub",
             "checkpoint",

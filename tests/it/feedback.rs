@@ -9,7 +9,6 @@ use quantkit::backend::{Backend, Gram, Matrix};
 use quantkit::calibrate::corpus::Corpus;
 use quantkit::calibrate::driver::{self, Course, Inputs, Needs, Quantizing};
 use quantkit::checkpoint::Checkpoint;
-use quantkit::commands::gguf::feedback::{Encoded, FeedbackError, encode_with_feedback, supports};
 use quantkit::model::Model;
 use quantkit::model::block::{Block, Stage};
 use quantkit::model::source::DenseSource;
@@ -18,6 +17,7 @@ use quantkit::num::ggml::GgmlType::{self, *};
 use quantkit::num::matmul::{View, add_gram, product};
 use quantkit::pack::ggml::encode;
 use quantkit::pack::ggml::levels::{codes, layout, levels, replace_codes};
+use quantkit::pipeline::gguf::feedback::{Encoded, FeedbackError, encode_with_feedback, supports};
 use quantkit::quantize::feedback::{FeedbackOptions, Layout, Points, curvature};
 use quantkit::quantize::order::Order;
 

@@ -1,103 +1,140 @@
-//! `quantkit gptq`, `rtn`, `awq`, `smoothquant` and `fp8`: from the command line to a method.
+//! `quantkit gptq`, `rtn`, `awq`, `smoothquant` and `fp8`: from the command line to a method, and what is said of the artifact.
 
-mod artifact;
-mod calibration;
-mod control;
-mod forecast;
-mod form;
-mod job;
-mod loadable;
-mod memory;
-mod modules;
-mod run;
-mod solve;
 mod summary;
-mod transform;
-mod work;
-
-use std::borrow::Cow;
 
 use anyhow::{Context, Result, bail};
-use clap::ValueEnum;
 
-use super::open::{Measurement, Runnable};
-use crate::cli::args::{Command, GptqArgs, OnMisfit, OutputArgs, RtnArgs, SchemeArgs};
+use super::device::backend;
+use crate::backend::cuda::CudaOptions;
+use crate::calibrate::corpus::Sampling;
+use crate::cli::args::{CalibrationArgs, Command, GptqArgs, ModelArgs, OutputArgs, RtnArgs, SamplingArg, SchemeArgs};
 use crate::cli::methods::{
     Alpha, AwqArgs, Float8FormatArg, Float8TileArg, FormatArg, Fp8Args, KvCacheArg, RoundingArg, SmoothquantArgs,
 };
 use crate::cli::print::Printer;
-use crate::evaluate::perplexity::Measured;
 use crate::format::layout::{InputsKind, KvScales, Tile};
-use crate::format::manifest::Manifest;
+use crate::pack::gptq::Version;
+use crate::pipeline::options::{Evaluation, OutputOptions, Resume, Selection, TextCalibration};
+use crate::pipeline::quantize::{Forecast, Form, Quantization};
+use crate::pipeline::source::locate;
 use crate::quantize::gptq::GptqOptions;
 use crate::quantize::grid::Grid;
 use crate::quantize::order::Order;
-use crate::recipe::{Method, Recipe, Rounding, Transform};
+use crate::recipe::{Method, Rounding, Transform};
 use crate::scheme::{GroupSize, Scheme};
-pub use forecast::{Effort, Forecast};
-use form::Form;
-pub use run::Run;
-use transform::plainly;
-pub use work::ModuleReport;
 
-/// What GPTQ does unless it is told otherwise.
-const DAMP_PERCENT: f64 = 0.05;
-const DAMP_AUTO_INCREMENT: f64 = 0.01;
+/// A command that quantizes, ready to go.
+pub struct Prepared<'a> {
+    quantization: Quantization,
+    model: &'a ModelArgs,
+    output: &'a OutputArgs,
+    printer: Printer,
+}
 
-/// A command that quantizes, ready to go; `None` for any other.
-pub fn prepared(command: &Command, printer: Printer) -> Option<Result<Run<'_>>> {
-    match command {
-        Command::Gptq(args) => Some(gptq(args, printer)),
-        Command::Rtn(args) => Some(rtn(args, printer)),
-        Command::Awq(args) => Some(awq(args, printer)),
-        Command::Smoothquant(args) => Some(smoothquant(args, printer)),
-        Command::Fp8(args) => Some(fp8(args, printer)),
-        _ => None,
+impl Prepared<'_> {
+    /// Makes the artifact and reports on it.
+    pub fn go(self) -> Result<()> {
+        self.quantization.supported()?;
+        let located = locate(self.model, self.printer)?;
+        let backend = backend(&self.model.device, CudaOptions::default(), self.printer)?;
+        let made = self.quantization.run(&located, backend, self.printer)?;
+        summary::conclude(&self.quantization.method, &made, self.output, self.printer)
+    }
+
+    /// What that would take.
+    pub fn forecast(&self) -> Result<Forecast> {
+        self.quantization.supported()?;
+        let located = locate(self.model, self.printer)?;
+        let backend = backend(&self.model.device, CudaOptions::default(), self.printer)?;
+        self.quantization.forecast(&located, backend, self.printer)
     }
 }
 
-fn gptq(args: &GptqArgs, printer: Printer) -> Result<Run<'_>> {
+/// A command that quantizes, ready to go; `None` for any other.
+pub fn prepared(command: &Command, printer: Printer) -> Option<Result<Prepared<'_>>> {
+    let (settled, model, output) = match command {
+        Command::Gptq(args) => (gptq(args), &args.model, &args.output),
+        Command::Rtn(args) => (rtn(args), &args.model, &args.output),
+        Command::Awq(args) => (awq(args), &args.model, &args.output),
+        Command::Smoothquant(args) => (smoothquant(args), &args.model, &args.output),
+        Command::Fp8(args) => (fp8(args), &args.model, &args.output),
+        _ => return None,
+    };
+    Some(settled.map(|quantization| Prepared { quantization, model, output, printer }))
+}
+
+/// What all methods have in common.
+fn quantization(
+    method: Method,
+    form: Form,
+    selection: Selection,
+    calibration: &CalibrationArgs,
+    output: &OutputArgs,
+) -> Result<Quantization> {
+    let sampling = match (calibration.sampling, calibration.seed) {
+        (Some(SamplingArg::Random), seed) => Sampling::Random { seed: seed.unwrap_or(0) },
+        (_, Some(_)) => bail!("--seed is for `--sampling random`"),
+        (_, None) => Sampling::InOrder,
+    };
+    let version = match &output.checkpoint_format {
+        Some(name) => Some(Version::parse(name).context("--checkpoint-format is gptq or gptq_v2")?),
+        None => None,
+    };
+    Ok(Quantization {
+        method,
+        form,
+        selection,
+        calibration: Box::new(TextCalibration {
+            text: calibration.calib.clone(),
+            nsamples: calibration.nsamples,
+            seqlen: calibration.seqlen,
+            sampling,
+        }),
+        output: OutputOptions {
+            out: output.out.clone(),
+            overwrite: output.overwrite,
+            resume: match (output.resume_same, output.resume) {
+                (true, _) => Resume::IfSame,
+                (false, true) => Resume::Yes,
+                (false, false) => Resume::No,
+            },
+            version,
+            max_shard_bytes: output.max_shard_size * 1_000_000,
+            consumers: output.consumers.clone(),
+        },
+        evaluation: (!output.no_eval).then(|| Evaluation {
+            text: output.eval_text.clone(),
+            windows: output.eval_windows.map_or(Evaluation::default().windows, |windows| windows as usize),
+        }),
+        bos: output.bos,
+    })
+}
+
+fn gptq(args: &GptqArgs) -> Result<Quantization> {
     let options = GptqOptions {
-        scheme: scheme(&args.scheme, !args.asym)?,
         order: if args.desc_act { Order::Activation } else { args.order.into() },
         static_groups: args.static_groups,
         damp_percent: args.damp_percent,
         damp_auto_increment: args.damp_auto_increment,
-        grid: args.grid.into(),
         sweeps: args.sweeps,
-        least_zero: 0,
+        ..GptqOptions::new(scheme(&args.scheme, !args.asym)?, args.grid.into())
     };
     let rounding =
         Rounding::Gptq { options, true_sequential: !args.no_true_sequential, drift_correction: args.drift_correction };
-    Ok(Run {
-        method: method("gptq", rounding, &args.output),
-        form: form(args.format),
-        model: &args.model,
-        scheme: Cow::Borrowed(&args.scheme),
-        calibration: &args.calibration,
-        output: &args.output,
-        printer,
-    })
+    let method = method("gptq", rounding, &args.output);
+    quantization(method, form(args.format), selection(&args.scheme), &args.calibration, &args.output)
 }
 
-fn rtn(args: &RtnArgs, printer: Printer) -> Result<Run<'_>> {
+fn rtn(args: &RtnArgs) -> Result<Quantization> {
     let rounding = Rounding::Rtn { scheme: scheme(&args.scheme, !args.asym)?, grid: args.grid.into() };
     let method = method("rtn", rounding, &args.output);
     if let (false, Some(option)) = (method.calibrates(), args.calibration.given()) {
         bail!("{option} is for calibration, and rtn calibrates only with `--grid hessian` or `--kv-cache`");
     }
-    Ok(Run {
-        method,
-        form: form(args.format),
-        model: &args.model,
-        scheme: Cow::Borrowed(&args.scheme),
-        calibration: &args.calibration,
-        output: &args.output,
-        printer,
-    })
+    quantization(method, form(args.format), selection(&args.scheme), &args.calibration, &args.output)
 }
 
-fn awq(args: &AwqArgs, printer: Printer) -> Result<Run<'_>> {
+fn awq(args: &AwqArgs) -> Result<Quantization> {
     let rounding = rounding(args.rounding, scheme(&args.scheme, args.sym)?, args.grid.into());
     let transform = Transform::Awq {
         points: args.points.into(),
@@ -105,18 +142,11 @@ fn awq(args: &AwqArgs, printer: Printer) -> Result<Run<'_>> {
         grouped_values: args.grouped_values,
         tokens: args.search_tokens as usize,
     };
-    Ok(Run {
-        method: Method { transform: Some(transform), ..method("awq", rounding, &args.output) },
-        form: form(args.format),
-        model: &args.model,
-        scheme: Cow::Borrowed(&args.scheme),
-        calibration: &args.calibration,
-        output: &args.output,
-        printer,
-    })
+    let method = Method { transform: Some(transform), ..method("awq", rounding, &args.output) };
+    quantization(method, form(args.format), selection(&args.scheme), &args.calibration, &args.output)
 }
 
-fn smoothquant(args: &SmoothquantArgs, printer: Printer) -> Result<Run<'_>> {
+fn smoothquant(args: &SmoothquantArgs) -> Result<Quantization> {
     let scheme = Scheme { bits: 8, group_size: GroupSize::CHANNEL, sym: true };
     let alpha = match args.alpha {
         Alpha::Auto => None,
@@ -125,18 +155,12 @@ fn smoothquant(args: &SmoothquantArgs, printer: Printer) -> Result<Run<'_>> {
     let activations = if args.static_activations { InputsKind::Tensor } else { InputsKind::Token };
     let transform = Some(Transform::Smoothquant { alpha, tokens: args.search_tokens as usize });
     let rounding = rounding(args.rounding, scheme, Grid::Hessian);
-    Ok(Run {
-        method: Method { transform, activations, ..method("smoothquant", rounding, &args.output) },
-        form: Form::Int8,
-        model: &args.model,
-        scheme: Cow::Owned(fixed(scheme, &args.skips)),
-        calibration: &args.calibration,
-        output: &args.output,
-        printer,
-    })
+    let method = Method { transform, activations, ..method("smoothquant", rounding, &args.output) };
+    let selection = Selection { skips: args.skips.clone(), ..Selection::default() };
+    quantization(method, Form::Int8, selection, &args.calibration, &args.output)
 }
 
-fn fp8(args: &Fp8Args, printer: Printer) -> Result<Run<'_>> {
+fn fp8(args: &Fp8Args) -> Result<Quantization> {
     let tile = match (args.weights, args.format) {
         (Some(Float8TileArg::Tensor), _) => Tile::Tensor,
         (Some(Float8TileArg::Channel), Float8FormatArg::Fp8) => {
@@ -158,52 +182,12 @@ fn fp8(args: &Fp8Args, printer: Printer) -> Result<Run<'_>> {
             "{option} is for calibration, and fp8 calibrates only with `--static-activations`, `--rounding gptq` or `--kv-cache`"
         );
     }
-    Ok(Run {
-        method,
-        form: match args.format {
-            Float8FormatArg::CompressedTensors => Form::Float8,
-            Float8FormatArg::Fp8 => Form::Fp8,
-        },
-        model: &args.model,
-        scheme: Cow::Owned(fixed(Scheme::FLOAT8, &args.skips)),
-        calibration: &args.calibration,
-        output: &args.output,
-        printer,
-    })
-}
-
-/// The perplexity that plain rounding at the same bits has, where the artifact's manifest tells what was asked for; `None`
-/// where it does not, and where the artifact was made by plain rounding.
-pub fn control_of(
-    manifest: &Manifest,
-    reference: &Runnable,
-    how: &Measurement,
-    printer: Printer,
-) -> Result<Option<Measured>> {
-    let Ok(recipe) = serde_json::from_value::<Recipe>(manifest.options.clone()) else { return Ok(None) };
-    let Some((form, version)) = Form::named(&recipe.format) else { return Ok(None) };
-    if is_control(&recipe.method) {
-        return Ok(None);
-    }
-    let base = recipe.method.scheme();
-    let args = SchemeArgs {
-        bits: base.bits,
-        group_size: base.group_size.raw(),
-        rules: recipe.rules,
-        skips: recipe.skips,
-        on_misfit: OnMisfit::from_str(&recipe.on_misfit, false).unwrap_or(OnMisfit::Refuse),
-        on_misfit_given: false,
+    let form = match args.format {
+        Float8FormatArg::CompressedTensors => Form::Float8,
+        Float8FormatArg::Fp8 => Form::Fp8,
     };
-    let plain = control::plain(&recipe.method);
-    let layout = form.layout(&plain, version);
-    let mut modules = modules::settle(&reference.model, base, &args, &*layout)?;
-    loadable::leave_recorded(&mut modules, &recipe.left_out);
-    control::control(reference, &plain, &modules, &*layout, how, printer).map(Some)
-}
-
-/// Whether the method is what it would be held against.
-fn is_control(method: &Method) -> bool {
-    method.transform.is_none() && method.rounding == plainly(&method.rounding) && !method.activations.is_static()
+    let selection = Selection { skips: args.skips.clone(), ..Selection::default() };
+    quantization(method, form, selection, &args.calibration, &args.output)
 }
 
 /// A method that only rounds.
@@ -219,21 +203,14 @@ fn method(name: &str, rounding: Rounding, output: &OutputArgs) -> Method {
 fn rounding(kind: RoundingArg, scheme: Scheme, grid: Grid) -> Rounding {
     match kind {
         RoundingArg::Rtn => Rounding::Rtn { scheme, grid },
-        RoundingArg::Gptq => Rounding::Gptq {
-            options: GptqOptions {
-                scheme,
-                order: Order::GroupAware,
-                static_groups: false,
-                damp_percent: DAMP_PERCENT,
-                damp_auto_increment: DAMP_AUTO_INCREMENT,
-                grid,
-                sweeps: 1,
-                least_zero: 0,
-            },
-            true_sequential: true,
-            drift_correction: false,
-        },
+        RoundingArg::Gptq => {
+            Rounding::Gptq { options: GptqOptions::new(scheme, grid), true_sequential: true, drift_correction: false }
+        }
     }
+}
+
+fn selection(args: &SchemeArgs) -> Selection {
+    Selection { rules: args.rules.clone(), skips: args.skips.clone(), on_misfit: args.on_misfit.into() }
 }
 
 fn form(format: FormatArg) -> Form {
@@ -247,16 +224,4 @@ fn form(format: FormatArg) -> Form {
 fn scheme(args: &SchemeArgs, sym: bool) -> Result<Scheme> {
     let group_size = GroupSize::new(args.group_size).context("a group size is -1 or positive")?;
     Ok(Scheme { bits: args.bits, group_size, sym })
-}
-
-/// The arguments of a method whose scheme cannot be chosen.
-fn fixed(scheme: Scheme, skips: &[String]) -> SchemeArgs {
-    SchemeArgs {
-        bits: scheme.bits,
-        group_size: scheme.group_size.raw(),
-        rules: Vec::new(),
-        skips: skips.to_vec(),
-        on_misfit: OnMisfit::Refuse,
-        on_misfit_given: false,
-    }
 }

@@ -1,130 +1,152 @@
-//! What a run made, for people and for programs.
+//! What is said of an artifact, to people and to programs.
 
-use std::path::PathBuf;
-
-use serde::Serialize;
+use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::modules::Modules;
-use super::work::ModuleReport;
-use crate::model::presence::Unread;
+use crate::cli::args::OutputArgs;
+use crate::cli::print::Printer;
+use crate::evaluate::perplexity::{Perplexity, peak_rss_bytes};
 use crate::num::size::bytes;
+use crate::pipeline::failure::CheckFailed;
+use crate::pipeline::quantize::{ModuleReport, Outcome, Perplexities};
+use crate::pipeline::source::file_name;
+use crate::recipe::Method;
 
-/// What scaling did to a block.
-#[derive(Clone, Debug, Serialize)]
-pub struct BlockScaling {
-    pub block: String,
-    /// The error that the search measured, in parts of what it was without.
-    pub error_ratio: Option<f64>,
-    /// How strongly inputs were smoothed.
-    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "crate::num::short::option")]
-    pub alpha: Option<f32>,
+/// Reports on the artifact, and compares it with the limit that the user set.
+pub fn conclude(method: &Method, made: &Outcome, output: &OutputArgs, printer: Printer) -> Result<()> {
+    let mut object = json(made);
+    object["peak_rss_bytes"] = peak_rss_bytes().into();
+    for line in lines(made) {
+        printer.text(line)?;
+    }
+    let mut too_much = None;
+    if let Some(measured) = &made.perplexity {
+        let rose = perplexities(method, measured, output, &mut object, printer)?;
+        too_much = output.max_increase.filter(|limit| rose > *limit).map(|limit| (rose, limit));
+    }
+    printer.object(&object)?;
+    match too_much {
+        Some((change, limit)) => Err(CheckFailed(format!(
+            "the perplexity rose by {change:.2} %, more than the {limit} % of --max-increase; the artifact is in `{}` all the same",
+            made.target.display()
+        ))
+        .into()),
+        None => Ok(()),
+    }
 }
 
-/// What the run made.
-pub struct Summary {
-    pub target: PathBuf,
-    /// Bytes of the source's tensors.
-    pub source: u64,
-    /// Bytes of the artifact's tensors.
-    pub size: u64,
-    pub modules: Modules,
-    pub reports: Vec<ModuleReport>,
-    pub transforms: Vec<BlockScaling>,
-    /// Bytes of the tensors that stand for the quantized linears.
-    pub tensors: u64,
-    /// Input channels that calibration saw only as zero; one that several modules share counts once.
-    pub dead_channels: usize,
-    /// Tensors of the source that the model does not read; they are copied.
-    pub unread: Option<Unread>,
-    /// By phase.
-    pub seconds: Value,
+/// Prints the perplexities, and gives the increase in percent.
+fn perplexities(
+    method: &Method,
+    measured: &Perplexities,
+    output: &OutputArgs,
+    object: &mut Value,
+    printer: Printer,
+) -> Result<f64> {
+    let loses = measured.plain.as_ref().is_some_and(|plain| measured.after.exceeds(plain));
+    let (before, after) = (&measured.before.result, &measured.after.result);
+    let control = measured.plain.as_ref().map(|plain| &plain.result);
+    object["perplexity_before"] = serde_json::to_value(before)?;
+    object["perplexity_after"] = serde_json::to_value(after)?;
+    let change = |of: &Perplexity| (of.perplexity / before.perplexity - 1.0) * 100.0;
+    let rose = change(after);
+    let beside = control.map_or(String::new(), |control| {
+        format!("; plain rounding {:.4} ({:+.2} %)", control.perplexity, change(control))
+    });
+    let text = output.eval_text.as_deref().map_or("the built-in held-out text".into(), file_name);
+    printer.text(format!(
+        "perplexity {:.4} before, {:.4} after ({rose:+.2} %){beside}, {} tokens of {text}, convention {convention}, BOS {}",
+        before.perplexity, after.perplexity, before.tokens, before.bos,
+        convention = before.convention
+    ))?;
+    if let Some(control) = control {
+        object["perplexity_rtn"] = serde_json::to_value(control)?;
+        object["loses_to_rtn"] = loses.into();
+        if loses {
+            printer.warn(format!(
+                "on this model {} does worse than plain rounding at the same bits: look at the calibration text, or take `quantkit rtn`",
+                method.name
+            ));
+        }
+    }
+    Ok(rose)
 }
 
-impl Summary {
-    fn fallbacks(&self) -> Vec<&ModuleReport> {
-        self.reports.iter().filter(|r| r.method.starts_with("rtn:")).collect()
-    }
+fn fallbacks(made: &Outcome) -> Vec<&ModuleReport> {
+    made.reports.iter().filter(|r| r.method.starts_with("rtn:")).collect()
+}
 
-    /// Stored bits per weight of the quantized linears, scales and zero points included.
-    fn effective_bits(&self) -> f64 {
-        let quantized = self.modules.modules.iter().filter(|module| module.scheme.is_some());
-        let weights: usize = quantized.map(|module| module.rows * module.cols).sum();
-        self.tensors as f64 * 8.0 / weights as f64
-    }
+/// The linears behind the MLP's product whose inputs have the largest outliers: what rounding of inputs suffers
+/// from most, and no norm can take over.
+fn outliers(made: &Outcome) -> Vec<&ModuleReport> {
+    let crest = |report: &ModuleReport| report.input_crest.unwrap_or(0.0);
+    let mut found: Vec<&ModuleReport> =
+        made.reports.iter().filter(|r| r.module.ends_with("down_proj") && crest(r) > 0.0).collect();
+    found.sort_by(|a, b| crest(b).total_cmp(&crest(a)));
+    found.truncate(3);
+    found
+}
 
-    /// The linears behind the MLP's product whose inputs have the largest outliers: what rounding of inputs suffers
-    /// from most, and no norm can take over.
-    fn outliers(&self) -> Vec<&ModuleReport> {
-        let crest = |report: &ModuleReport| report.input_crest.unwrap_or(0.0);
-        let mut found: Vec<&ModuleReport> =
-            self.reports.iter().filter(|r| r.module.ends_with("down_proj") && crest(r) > 0.0).collect();
-        found.sort_by(|a, b| crest(b).total_cmp(&crest(a)));
-        found.truncate(3);
-        found
-    }
+/// The mean over blocks of what scaling made of the measured error.
+fn scaling(made: &Outcome) -> Option<f64> {
+    let ratios: Vec<f64> = made.transforms.iter().filter_map(|t| t.error_ratio).collect();
+    (!ratios.is_empty()).then(|| ratios.iter().sum::<f64>() / ratios.len() as f64)
+}
 
-    /// The mean over blocks of what scaling made of the measured error.
-    fn scaling(&self) -> Option<f64> {
-        let ratios: Vec<f64> = self.transforms.iter().filter_map(|t| t.error_ratio).collect();
-        (!ratios.is_empty()).then(|| ratios.iter().sum::<f64>() / ratios.len() as f64)
+/// For people, a line each.
+fn lines(made: &Outcome) -> Vec<String> {
+    let mut lines = vec![format!(
+        "wrote {}: {} (source {}), {:.2} bits per quantized weight",
+        made.target.display(),
+        bytes(made.bytes),
+        bytes(made.source_bytes),
+        made.effective_bits()
+    )];
+    for report in fallbacks(made) {
+        lines.push(format!("{}: fell back to rounding ({})", report.module, &report.method[5..]));
     }
+    if let Some(ratio) = scaling(made) {
+        lines.push(format!("scaling left {:.1} % of the error of rounding, by the blocks' outputs", ratio * 100.0));
+    }
+    for report in outliers(made) {
+        lines.push(format!(
+            "{}: inputs up to {:.1}, {:.0} times their root mean square",
+            report.module,
+            report.input_max.unwrap_or_default(),
+            report.input_crest.unwrap_or_default()
+        ));
+    }
+    if made.dead_channels > 0 {
+        // GPTQ does not keep weights that nothing was seen to depend on.
+        let gptq = made.reports.iter().any(|r| r.dead_channels > 0 && r.method == "gptq");
+        lines.push(format!(
+            "{} input channels were zero throughout calibration{}",
+            made.dead_channels,
+            if gptq { "; their weights are zero now" } else { "" }
+        ));
+    }
+    lines.extend(made.unread.as_ref().map(|unread| format!("copied as stored: {unread}")));
+    lines
+}
 
-    /// For people, a line each.
-    pub fn lines(&self) -> Vec<String> {
-        let mut lines = vec![format!(
-            "wrote {}: {} (source {}), {:.2} bits per quantized weight",
-            self.target.display(),
-            bytes(self.size),
-            bytes(self.source),
-            self.effective_bits()
-        )];
-        for report in self.fallbacks() {
-            lines.push(format!("{}: fell back to rounding ({})", report.module, &report.method[5..]));
-        }
-        if let Some(ratio) = self.scaling() {
-            lines.push(format!("scaling left {:.1} % of the error of rounding, by the blocks' outputs", ratio * 100.0));
-        }
-        for report in self.outliers() {
-            lines.push(format!(
-                "{}: inputs up to {:.1}, {:.0} times their root mean square",
-                report.module,
-                report.input_max.unwrap_or_default(),
-                report.input_crest.unwrap_or_default()
-            ));
-        }
-        if self.dead_channels > 0 {
-            // GPTQ does not keep weights that nothing was seen to depend on.
-            let gptq = self.reports.iter().any(|r| r.dead_channels > 0 && r.method == "gptq");
-            lines.push(format!(
-                "{} input channels were zero throughout calibration{}",
-                self.dead_channels,
-                if gptq { "; their weights are zero now" } else { "" }
-            ));
-        }
-        lines.extend(self.unread.as_ref().map(|unread| format!("copied as stored: {unread}")));
-        lines
+/// For programs.
+fn json(made: &Outcome) -> Value {
+    let mut object = json!({
+        "out": made.target,
+        "bytes": made.bytes,
+        "source_bytes": made.source_bytes,
+        "effective_bits": made.effective_bits(),
+        "quantized_modules": made.reports.len(),
+        "fallbacks": fallbacks(made).iter().map(|r| json!({"module": r.module, "why": &r.method[5..]})).collect::<Vec<_>>(),
+        "changed_by_shape": made.modules.notes,
+        "dead_channels": made.dead_channels,
+        "scaled": made.transforms,
+        "outliers": outliers(made).iter().map(|r| json!({"module": r.module, "max": r.input_max, "crest": r.input_crest})).collect::<Vec<_>>(),
+        "loss": made.reports.iter().map(|r| r.loss).sum::<f64>(),
+        "seconds": made.seconds,
+    });
+    if let Some(unread) = &made.unread {
+        object["unread_tensors"] = json!(unread);
     }
-
-    /// For programs.
-    pub fn json(&self) -> Value {
-        let mut object = json!({
-            "out": self.target,
-            "bytes": self.size,
-            "source_bytes": self.source,
-            "effective_bits": self.effective_bits(),
-            "quantized_modules": self.reports.len(),
-            "fallbacks": self.fallbacks().iter().map(|r| json!({"module": r.module, "why": &r.method[5..]})).collect::<Vec<_>>(),
-            "changed_by_shape": self.modules.notes,
-            "dead_channels": self.dead_channels,
-            "scaled": self.transforms,
-            "outliers": self.outliers().iter().map(|r| json!({"module": r.module, "max": r.input_max, "crest": r.input_crest})).collect::<Vec<_>>(),
-            "loss": self.reports.iter().map(|r| r.loss).sum::<f64>(),
-            "seconds": self.seconds,
-        });
-        if let Some(unread) = &self.unread {
-            object["unread_tensors"] = json!(unread);
-        }
-        object
-    }
+    object
 }

@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 
-use super::super::quantize::Effort;
 use super::record::Record;
+use crate::pipeline::quantize::Effort;
 
 /// Seconds, and how they were come by.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -14,17 +14,18 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 
-use super::open::locate;
-use super::quantize::{self, Forecast};
+use super::quantize;
 use super::{device, gguf};
 use crate::backend::cuda::CudaOptions;
-use crate::cli::args::{Command, ModelArgs};
+use crate::cli::args::Command;
 use crate::cli::exit::{self, CheckFailed};
 use crate::cli::interrupt;
 use crate::cli::planning::RunArgs;
 use crate::cli::print::Printer;
 use crate::format::atomic::lock;
 use crate::format::manifest::{FileRecord, sha256_file};
+use crate::pipeline::quantize::Forecast;
+use crate::pipeline::source::{ModelSource, locate};
 use crate::report::gate::{Verdict, judge};
 use crate::report::{Report, html, junit, markdown};
 use estimate::{Estimate, estimate};
@@ -79,8 +80,8 @@ pub fn run(args: &RunArgs, printer: Printer) -> Result<()> {
         bail!("--only: {}", unknown("artifact", name, &names));
     }
     let steps = std::mem::take(&mut recipe.steps);
-    let (model, revision) = (recipe.source.model.clone(), recipe.source.revision.clone());
-    let located = locate(&ModelArgs { model, revision, device: args.device.clone() }, printer)?;
+    let (model, revision) = (recipe.source.model.as_deref(), recipe.source.revision.as_deref());
+    let located = locate(ModelSource { model, revision }, printer)?;
     let source = source_files(&located.dir)?;
     let work = Work { args, records: Records::new(&recipe.out), recipe, source, printer };
     let wanted = steps.into_iter().filter(|step| args.only.is_empty() || args.only.contains(&step.name));

@@ -5,10 +5,10 @@ use std::ffi::OsStr;
 use anyhow::{Context, Result};
 use clap::Parser;
 
-use super::super::open::{Located, unpacked};
 use super::super::quantize;
 use crate::cli::args::{Cli, DeviceArg};
 use crate::cli::print::Printer;
+use crate::pipeline::source::{Located, unpacked};
 
 /// How the demo checkpoint is quantized.
 const ARGUMENTS: [&str; 7] = ["quantkit", "gptq", "--bits", "4", "--group-size", "128", "--no-eval"];

@@ -5,8 +5,6 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use super::super::open::{Located, Runnable};
-use super::super::quantize::ModuleReport;
 use super::super::task::Task;
 use super::texts;
 use crate::backend::cache::CacheType;
@@ -18,6 +16,10 @@ use crate::evaluate::modules;
 use crate::format;
 use crate::format::manifest::Manifest;
 use crate::model::config::ModelConfig;
+use crate::pipeline::observer::Progress;
+use crate::pipeline::open::Runnable;
+use crate::pipeline::quantize::ModuleReport;
+use crate::pipeline::source::Located;
 use crate::recipe::Recipe;
 use crate::report::{
     Accounting, CacheMemory, CalibrationTokens, Check, Corpus, Exception, Fate, ModuleError, Report, Share, Status,

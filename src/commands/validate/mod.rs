@@ -13,12 +13,10 @@ use std::time::Instant;
 use anyhow::{Context, Error, Result, bail};
 
 use super::device::one;
-use super::open::{Located, Measurement, Runnable, demo_draft, locate, open};
 use super::{draft, eval_kv, inspect};
 use crate::backend::Backend;
 use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Corpus;
-use crate::cli::args::ModelArgs;
 use crate::cli::environment::variable;
 use crate::cli::exit;
 use crate::cli::interrupt;
@@ -30,6 +28,9 @@ use crate::evaluate::finite;
 use crate::evaluate::integrity;
 use crate::format::manifest::Manifest;
 use crate::format::{self, FormatError};
+use crate::pipeline::measure::Measurement;
+use crate::pipeline::open::{Runnable, open};
+use crate::pipeline::source::{Located, ModelSource, demo_draft, locate};
 use crate::report::{Check, Identity, Report, Role, Status};
 use facts::Weights;
 pub use finish::summarize;
@@ -62,10 +63,7 @@ pub fn report(args: &ValidateArgs, printer: Printer) -> Result<Report> {
 impl Subjects {
     fn find(args: &ValidateArgs, printer: Printer) -> Result<Self> {
         let find = |model: &Option<String>, revision: &Option<String>| {
-            locate(
-                &ModelArgs { model: model.clone(), revision: revision.clone(), device: args.device.clone() },
-                printer,
-            )
+            locate(ModelSource { model: model.as_deref(), revision: revision.as_deref() }, printer)
         };
         if args.artifact.is_none() && args.reference.is_some() {
             bail!("name the artifact too: `quantkit validate ARTIFACT --reference MODEL`");

@@ -3,12 +3,12 @@
 use anyhow::Result;
 
 use super::super::eval_spec;
-use super::super::open::Runnable;
 use super::super::task::Task;
 use crate::cli::print::Printer;
 use crate::cli::spec::PairArgs;
 use crate::cli::validation::ValidateArgs;
 use crate::evaluate::acceptance::{Acceptance as Figures, Speed, expected_length};
+use crate::pipeline::open::Runnable;
 use crate::report::{Acceptance, Check, Role, Speedup, Status};
 
 /// Less than `eval spec` takes by itself: a report has to wait for it.

@@ -2,8 +2,6 @@
 
 use anyhow::{Context, Result};
 
-use super::super::open::{self, Measurement, Runnable};
-use super::super::quantize;
 use super::super::task::{self, Cut, Task, builtin};
 use crate::calibrate::corpus::Corpus as Text;
 use crate::cli::interrupt;
@@ -12,6 +10,10 @@ use crate::cli::validation::TextArgs;
 use crate::evaluate::divergence::{Divergence, Mean, Position, Reference, measure};
 use crate::evaluate::perplexity::Measured;
 use crate::format::manifest::Manifest;
+use crate::pipeline::measure::Measurement;
+use crate::pipeline::observer::Progress;
+use crate::pipeline::open::{self, Runnable};
+use crate::pipeline::quantize::control_of;
 use crate::report::gate::{Estimate, Outcome, Side, paired};
 use crate::report::number::change;
 use crate::report::{Bins, Check, Control, Corpus, DivergenceOn, PerplexityOn, Status, WindowNats};
@@ -137,7 +139,7 @@ pub fn control(
     compared: &Compared,
     printer: Printer,
 ) -> Result<Option<(Control, Vec<WindowNats>)>> {
-    let Some(Measured { result, windows }) = quantize::control_of(manifest, reference, how, printer)? else {
+    let Some(Measured { result, windows }) = control_of(manifest, reference, how, printer)? else {
         return Ok(None);
     };
     let ratio = result.perplexity / compared.perplexity.reference;

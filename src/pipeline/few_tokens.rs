@@ -1,6 +1,6 @@
 //! A warning where calibration sees so few tokens that what it finds is chance.
 
-use crate::cli::print::Printer;
+use super::observer::Reporter;
 use crate::model::Model;
 
 /// Tokens from which on statistics of single channels are steady, and those from which on the ranges of heads are, each of
@@ -20,11 +20,11 @@ pub enum Found {
 }
 
 /// Warns where `tokens` are too few; `remedy` says how to have more.
-pub fn warn(model: &Model, tokens: usize, found: Found, remedy: &str, printer: Printer) {
+pub fn warn(model: &Model, tokens: usize, found: Found, remedy: &str, reporter: impl Into<Reporter>) {
     let widest = model.blocks.iter().flat_map(|block| block.all_linears()).max_by_key(|linear| linear.cols);
     let inputs = widest.map_or(0, |linear| linear.cols);
     if let Some(why) = why(tokens, inputs, found) {
-        printer.warn(format!("calibration sees {tokens} tokens: {why}; {remedy}"));
+        reporter.into().warn(format!("calibration sees {tokens} tokens: {why}; {remedy}"));
     }
 }
 

@@ -7,11 +7,11 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use super::super::observer::Reporter;
+use super::super::options::{OutputOptions, Resume};
 use super::job::cache_spec;
 use super::modules::Modules;
 use super::work::Work;
-use crate::cli::args::OutputArgs;
-use crate::cli::interrupt;
 use crate::format::atomic::OutputFolder;
 use crate::format::config::config_json;
 use crate::format::layout::{KvScales, Layout, laid_out};
@@ -45,6 +45,7 @@ pub struct Contents<'a> {
     pub reports: Value,
     pub transforms: Value,
     pub work: &'a Work,
+    pub reporter: &'a Reporter,
 }
 
 /// Fills `folder`; returns the size of the weight files.
@@ -61,7 +62,7 @@ pub fn fill(folder: &OutputFolder, contents: &Contents) -> Result<u64> {
         specs(model, modules, *layout, recipe.method.kv_cache),
         recipe.max_shard_bytes,
         |spec: &TensorSpec| {
-            interrupt::check()?;
+            contents.reporter.check()?;
             let entry = stored.get(&spec.name).or_else(|| source.tensors().get(&spec.name));
             // Not `anyhow::Error`, which would hide the cause that decides the exit code.
             entry.map(|e| e.bytes.clone()).ok_or_else(|| Box::<dyn Error + Send + Sync>::from("it has no data"))
@@ -124,8 +125,8 @@ pub fn refuse_collisions(target: &Path, shards: &[Shard], model: &Model, layout:
 }
 
 /// Refuses to replace what the user has changed in an older artifact; a recipe reports that and replaces it.
-pub fn refuse_changed(output: &OutputArgs, target: &Path) -> Result<()> {
-    match output.overwrite && !output.resume_same {
+pub fn refuse_changed(output: &OutputOptions, target: &Path) -> Result<()> {
+    match output.overwrite && output.resume != Resume::IfSame {
         true => Ok(replace::refuse_changed(target)?),
         false => Ok(()),
     }

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 
-use crate::cli::args::OutputArgs;
+use super::super::options::OutputOptions;
 use crate::format::awq::AwqLayout;
 use crate::format::compressed::{self, CompressedLayout};
 use crate::format::fp8::Fp8Layout;
@@ -69,7 +69,7 @@ impl Form {
     }
 
     /// What the method asks of the artifact must have a place in it.
-    pub fn supports(self, method: &Method, output: &OutputArgs) -> Result<()> {
+    pub fn supports(self, method: &Method, output: &OutputOptions) -> Result<()> {
         if method.kv_cache == Some(KvScales::Head) && self == Form::Fp8 {
             bail!("scales of each head have no place in `--format fp8`; write compressed-tensors, or `--kv-cache fp8`");
         }
@@ -78,7 +78,7 @@ impl Form {
                 "--kv-cache: consumers look for such scales in compressed-tensors artifacts, not in this form; add `--format compressed-tensors`"
             );
         }
-        if output.checkpoint_format.is_some() && self != Form::Gptq {
+        if output.version.is_some() && self != Form::Gptq {
             bail!("--checkpoint-format is for GPTQ artifacts");
         }
         if matches!(&method.rounding, Rounding::Gptq { options, .. } if options.order == Order::Activation && !options.static_groups)

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Error, Result};
 
+use super::super::observer::{Progress, Reporter};
 use super::modules::Modules;
 use super::solve::{Solved, solve};
 use super::transform::Search;
@@ -13,8 +14,6 @@ use crate::backend::cache::LayerScales;
 use crate::backend::weight::{Dense, Weight};
 use crate::backend::{Backend, Matrix};
 use crate::calibrate::driver::{Inputs, Needs, Quantizing};
-use crate::cli::interrupt;
-use crate::cli::print::Steps;
 use crate::format::layout::{KvScales, Layout};
 use crate::format::safetensors::TensorSpec;
 use crate::model::block::{Block, Chunk, Linear, Stage};
@@ -29,7 +28,8 @@ pub struct Job<'a> {
     pub layout: &'a dyn Layout,
     pub backend: Arc<dyn Backend>,
     pub work: &'a Work,
-    pub steps: Steps,
+    pub reporter: &'a Reporter,
+    steps: Box<dyn Progress>,
     /// Reports of all blocks so far.
     pub reports: Vec<BlockReport>,
     pub seconds_quantizing: f64,
@@ -53,7 +53,8 @@ impl<'a> Job<'a> {
         layout: &'a dyn Layout,
         backend: Arc<dyn Backend>,
         work: &'a Work,
-        steps: Steps,
+        reporter: &'a Reporter,
+        steps: Box<dyn Progress>,
     ) -> Self {
         Self {
             method,
@@ -61,6 +62,7 @@ impl<'a> Job<'a> {
             layout,
             backend,
             work,
+            reporter,
             steps,
             reports: Vec::new(),
             seconds_quantizing: 0.0,
@@ -90,7 +92,7 @@ impl<'a> Job<'a> {
 
     /// Quantizes linears that share their inputs.
     fn linears(&mut self, linears: &[&Linear], inputs: Option<&Inputs>) -> Result<Vec<Matrix>> {
-        interrupt::check()?;
+        self.reporter.check()?;
         let began = Instant::now();
         let schemes = self.modules.schemes(linears);
         let solved = solve(&*self.backend, self.method, self.layout.least_zero(), linears, &schemes, inputs)?;
@@ -174,7 +176,8 @@ impl Quantizing for Job<'_> {
         if let (true, Some(finished)) = (restored, &self.restored) {
             return Ok(Some(block.folded(model, &finished.report.folds)?.block));
         }
-        let search = Search { method: self.method, modules: self.modules, layout: self.layout, model };
+        let search =
+            Search { method: self.method, modules: self.modules, layout: self.layout, model, reporter: self.reporter };
         let found = search.folds(transform, block, chunks)?;
         let folded = block.folded(model, &found.folds)?;
         for (name, (dtype, bytes)) in folded.tensors {
@@ -190,7 +193,7 @@ impl Quantizing for Job<'_> {
     }
 
     fn restored(&mut self, block: &Block, stage: Stage) -> Result<Option<Vec<Matrix>>> {
-        interrupt::check()?;
+        self.reporter.check()?;
         if !self.restore(block)? {
             return Ok(None);
         }

@@ -1,14 +1,15 @@
 //! What a run would take, told without it.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result};
 
-use super::super::device::backend;
-use super::super::open::{locate, open};
-use super::artifact;
-use super::calibration::calibrated;
-use super::memory;
-use super::run::{Run, Settled};
-use crate::backend::cuda::CudaOptions;
+use super::super::observer::Reporter;
+use super::super::open::open;
+use super::super::source::Located;
+use super::settle::{Settled, refuse_quantized};
+use super::{Quantization, artifact, memory};
+use crate::backend::Backend;
 use crate::format::safetensors::{plan_shards, planned_bytes};
 use crate::model::Model;
 use crate::model::block::Stage;
@@ -37,23 +38,31 @@ pub struct Effort {
     pub flops: f64,
 }
 
-impl Run<'_> {
+impl Quantization {
     /// Settles everything as a run would, so that what cannot be is refused here.
-    pub fn forecast(&self) -> Result<Forecast> {
-        let backend = backend(&self.model.device, CudaOptions::default(), self.printer)?;
+    ///
+    /// # Errors
+    ///
+    /// When the run would be refused.
+    pub fn forecast(
+        &self,
+        source: &Located,
+        backend: Arc<dyn Backend>,
+        reporter: impl Into<Reporter>,
+    ) -> Result<Forecast> {
+        let reporter = &reporter.into();
         let device = backend.kind();
-        self.form.supports(&self.method, self.output)?;
-        let located = locate(self.model, self.printer)?;
-        let original = open(&located.dir, backend, self.printer)?;
-        self.refuse_quantized(&original, &located)?;
+        self.supported()?;
+        let original = open(&source.dir, backend, reporter)?;
+        refuse_quantized(&original, source)?;
         let model = &original.model;
         let Settled { modules, layout, .. } = self.settle(model)?;
-        self.check_consumers(&modules, &*layout)?;
+        self.check_consumers(&modules, &*layout, reporter)?;
         let specs = artifact::specs(model, &modules, &*layout, self.method.kv_cache);
-        let output = planned_bytes(&plan_shards(specs, self.max_shard_bytes()))?;
+        let output = planned_bytes(&plan_shards(specs, self.output.max_shard_bytes))?;
         let tokens = match self.method.calibrates() {
             true => {
-                let (windows, record) = calibrated(self.calibration, self.output.bos, &original)?;
+                let (windows, record) = self.calibration.windows(&original, self.bos)?;
                 windows.len() * record.seqlen
             }
             false => 0,

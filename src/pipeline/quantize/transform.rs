@@ -3,13 +3,13 @@
 
 use anyhow::Result;
 
+use super::super::observer::Reporter;
 use super::modules::Modules;
 use super::solve::stored;
 use crate::backend::tensor::Tensor;
 use crate::backend::weight::{Dense, Weight};
 use crate::backend::{DeviceError, Matrix};
 use crate::calibrate::driver::{Inputs, abs_max, sample};
-use crate::cli::interrupt;
 use crate::format::layout::Layout;
 use crate::model::block::{Block, Chunk, Linear, Stage};
 use crate::model::fold::{Fold, Joint, tied};
@@ -31,6 +31,7 @@ pub struct Search<'a> {
     pub modules: &'a Modules,
     pub layout: &'a dyn Layout,
     pub model: &'a Model,
+    pub reporter: &'a Reporter,
 }
 
 /// The inputs of all stages, as the block computes with its own weights.
@@ -132,7 +133,7 @@ impl Search<'_> {
             };
             let wanted = (0..sample.len()).map(|part| outcome(part, None)).collect::<Result<Vec<_>, _>>()?;
             let mut on_first = vec![0.0; candidates.len()];
-            let best = best(candidates.len(), sample.len() > 1, &mut |candidate, whole| {
+            let best = best(candidates.len(), sample.len() > 1, self.reporter, &mut |candidate, whole| {
                 let scales = scales(candidate);
                 let matrices: Vec<Matrix> = linears
                     .iter()
@@ -189,7 +190,7 @@ impl Search<'_> {
         let mut wanted = sample.to_vec();
         block.run::<ModelError>(self.model, &mut wanted, None, &mut |_, _| Ok(None))?;
         // Candidate 0 is the block as it is.
-        let best = best(1 + ALPHAS.len(), sample.len() > 1, &mut |candidate, whole| {
+        let best = best(1 + ALPHAS.len(), sample.len() > 1, self.reporter, &mut |candidate, whole| {
             let parts = if whole { sample.len() } else { 1 };
             let (sample, wanted) = (&sample[..parts], &wanted[..parts]);
             match candidate.checked_sub(1) {
@@ -231,10 +232,15 @@ struct Best {
 /// The candidate with the least error, the first of equals, among those that do best on the first part of the sample
 /// and candidate 0; the others are in order of strength, and of them every second one is tried and then the neighbours of
 /// the best. `measure` gives the error of a candidate on the first part or on the whole sample.
-fn best(candidates: usize, several: bool, measure: &mut dyn FnMut(usize, bool) -> Result<f64>) -> Result<Best> {
+fn best(
+    candidates: usize,
+    several: bool,
+    reporter: &Reporter,
+    measure: &mut dyn FnMut(usize, bool) -> Result<f64>,
+) -> Result<Best> {
     let mut errors = Vec::with_capacity(candidates);
     let mut measure = |candidate, whole| -> Result<f64> {
-        interrupt::check()?;
+        reporter.check()?;
         let error = measure(candidate, whole)?;
         Ok(if error.is_finite() { error } else { f64::INFINITY })
     };
@@ -289,7 +295,7 @@ mod tests {
     /// What is found among candidates of these errors, and how many were measured, on the first part and on the whole.
     fn search(errors: &[f64], several: bool) -> (Best, [usize; 2]) {
         let mut measured = [0, 0];
-        let best = best(errors.len(), several, &mut |candidate, whole| {
+        let best = best(errors.len(), several, &Reporter::silent(), &mut |candidate, whole| {
             measured[usize::from(whole)] += 1;
             Ok(errors[candidate] * if whole { 4.0 } else { 1.0 })
         });

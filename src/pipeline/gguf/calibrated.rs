@@ -5,13 +5,12 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Error, Result, bail};
 
-use super::Output;
 use super::feedback::{encode_with_feedback, supports};
+use super::output::Output;
 use crate::backend::Matrix;
 use crate::backend::cache::LayerScales;
 use crate::backend::weight::{Ggml, Weight};
 use crate::calibrate::driver::{self, Course, Inputs, Needs, Quantizing};
-use crate::cli::interrupt;
 use crate::format::gguf::names::Architecture;
 use crate::model::Model;
 use crate::model::block::{Block, Linear, Stage};
@@ -80,7 +79,7 @@ impl Quantizing for Job<'_, '_> {
         let mut curvatures = BTreeMap::new();
         let mut matrices = Vec::new();
         for linear in block.linears(stage) {
-            interrupt::check()?;
+            self.output.reporter.check()?;
             let name = self.architecture.to_gguf(&format!("{}.weight", linear.path))?.context("a place in the file")?;
             let planned = self.output.planned.iter().find(|(tensor, _)| tensor.name == name);
             let kind = planned.context("a planned tensor")?.1;

@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 
+use super::super::observer::Reporter;
+use super::super::options::OnMisfit;
+use super::Quantization;
 use super::modules::Modules;
-use super::run::Run;
-use crate::cli::args::OnMisfit;
 use crate::format::consumers::{Plan, Refusal, check, largest_tp, parse, refusals_everywhere};
 use crate::format::layout::Layout;
-use crate::pack::gptq::Version;
 
 /// Linears left in floating point, each with the reason.
 pub type LeftOut = BTreeMap<String, String>;
@@ -50,27 +50,27 @@ pub fn leave_recorded(modules: &mut Modules, left: &LeftOut) {
     modules.modules.iter_mut().filter(|module| left.contains_key(&module.name)).for_each(|module| module.scheme = None);
 }
 
-impl Run<'_> {
+impl Quantization {
     /// What `--on-misfit skip` leaves out for the consumers of `--for`.
-    pub fn leave_out(&self, modules: &mut Modules) -> Result<LeftOut> {
-        if self.scheme.on_misfit != OnMisfit::Skip {
+    pub(super) fn leave_out(&self, modules: &mut Modules) -> Result<LeftOut> {
+        if self.selection.on_misfit != OnMisfit::Skip {
             return Ok(LeftOut::new());
         }
         let base = self.method.scheme();
         let plan = |modules: &Modules| {
-            let given = self.output.checkpoint_format.as_deref().and_then(Version::parse);
-            let layout = self.form.layout(&self.method, given.unwrap_or_else(|| modules.safest_version(base)));
+            let version = self.output.version.unwrap_or_else(|| modules.safest_version(base));
+            let layout = self.form.layout(&self.method, version);
             modules.plan(base, layout.kind(self.scattered()), self.method.kv_cache)
         };
         leave_out(modules, &self.output.consumers, &plan)
     }
 
     /// `--for` refuses; without it, consumers that would not load the artifact are named.
-    pub fn check_consumers(&self, modules: &Modules, layout: &dyn Layout) -> Result<()> {
+    pub(super) fn check_consumers(&self, modules: &Modules, layout: &dyn Layout, reporter: &Reporter) -> Result<()> {
         let plan = modules.plan(self.method.scheme(), layout.kind(self.scattered()), self.method.kv_cache);
         for name in &self.output.consumers {
             if let Some(refusal) = check(parse(name)?, &plan).first() {
-                let offer = self.scheme.on_misfit_given && !refusal.modules.is_empty();
+                let offer = self.method.chooses_groups() && !refusal.modules.is_empty();
                 let hint = if offer { "; `--on-misfit skip` leaves such modules in floating point" } else { "" };
                 bail!("--for {name}: {refusal}{hint}");
             }
@@ -78,11 +78,11 @@ impl Run<'_> {
         if self.output.consumers.is_empty() {
             refusals_everywhere(&plan)
                 .iter()
-                .for_each(|refusal| self.printer.warn(format!("would not be loaded by {refusal}")));
+                .for_each(|refusal| reporter.warn(format!("would not be loaded by {refusal}")));
         }
         let split = largest_tp(&plan);
         if let Some(limit) = &split.limit {
-            self.printer.note(format!("tensor parallel up to {}: {limit}", split.degree));
+            reporter.note(format!("tensor parallel up to {}: {limit}", split.degree));
         }
         Ok(())
     }

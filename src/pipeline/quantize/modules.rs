@@ -5,13 +5,14 @@ use std::collections::BTreeMap;
 use anyhow::{Result, bail};
 use regex::Regex;
 
+use super::super::options::{OnMisfit, Selection};
 use crate::backend::weight::Weight;
-use crate::cli::args::{OnMisfit, SchemeArgs};
 use crate::format::consumers::{Kind, Module, Plan};
 use crate::format::layout::{KvScales, Layout, fitting};
 use crate::model::Model;
 use crate::model::block::Linear;
 use crate::pack::gptq::Version;
+use crate::recipe::Method;
 use crate::scheme::{GroupSize, Scheme};
 use crate::tensor::Dtype;
 
@@ -57,8 +58,9 @@ impl Modules {
 }
 
 /// Settles the scheme of every linear before any work.
-pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs, layout: &dyn Layout) -> Result<Modules> {
-    let rules = parse_rules(args, base)?;
+pub fn settle(model: &Model, method: &Method, selection: &Selection, layout: &dyn Layout) -> Result<Modules> {
+    let base = method.scheme();
+    let rules = parse_rules(selection, base)?;
     let mut used = vec![false; rules.len()];
     let mut modules = Vec::new();
     let mut notes = Vec::new();
@@ -76,7 +78,7 @@ pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs, layout: &dyn Layou
             && let Err(why) = layout.check(linear.rows, linear.cols, wanted)
         {
             let path = &linear.path;
-            scheme = match args.on_misfit {
+            scheme = match selection.on_misfit {
                 OnMisfit::Refuse => {
                     misfits.push(format!("{path}: {why}{}", alternatives(layout, linear.rows, linear.cols, wanted)));
                     continue;
@@ -93,7 +95,7 @@ pub fn settle(model: &Model, base: Scheme, args: &SchemeArgs, layout: &dyn Layou
     }
     if let Some(first) = misfits.first() {
         let more = if misfits.len() > 1 { format!(" (and {} more modules)", misfits.len() - 1) } else { String::new() };
-        match args.on_misfit_given {
+        match method.chooses_groups() {
             true => bail!("{first}{more}; or use `--on-misfit skip` or `--on-misfit smaller-group`"),
             false => bail!("{first}{more}; leave such modules out with --skip"),
         }
@@ -141,7 +143,7 @@ fn alternatives(layout: &dyn Layout, rows: usize, cols: usize, scheme: Scheme) -
 }
 
 /// `--rule` and `--skip`, in the order rules, skips; `None` leaves a module alone.
-fn parse_rules(args: &SchemeArgs, base: Scheme) -> Result<Vec<(Regex, Option<Scheme>)>> {
+fn parse_rules(selection: &Selection, base: Scheme) -> Result<Vec<(Regex, Option<Scheme>)>> {
     let regex = |pattern: &str| {
         Regex::new(pattern).map_err(|e| {
             anyhow::anyhow!(
@@ -151,7 +153,7 @@ fn parse_rules(args: &SchemeArgs, base: Scheme) -> Result<Vec<(Regex, Option<Sch
         })
     };
     let mut rules = Vec::new();
-    for rule in &args.rules {
+    for rule in &selection.rules {
         let Some((pattern, overrides)) = rule.rsplit_once('=') else {
             bail!("--rule `{rule}`: write `REGEX=bits:8,group_size:32,sym:false`");
         };
@@ -172,7 +174,7 @@ fn parse_rules(args: &SchemeArgs, base: Scheme) -> Result<Vec<(Regex, Option<Sch
         }
         rules.push((regex(pattern)?, Some(scheme)));
     }
-    for pattern in &args.skips {
+    for pattern in &selection.skips {
         rules.push((regex(pattern)?, None));
     }
     Ok(rules)

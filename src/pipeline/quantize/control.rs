@@ -2,12 +2,12 @@
 
 use anyhow::Result;
 
-use super::super::open::{Failure, Measurement, Runnable, perplexity_through};
+use super::super::measure::{Failure, Measurement, perplexity_through};
+use super::super::observer::Reporter;
+use super::super::open::Runnable;
 use super::modules::Modules;
 use super::solve::stored;
 use super::transform::plainly;
-use crate::cli::interrupt;
-use crate::cli::print::Printer;
 use crate::evaluate::perplexity::Measured;
 use crate::format::layout::{InputsKind, Layout};
 use crate::model::block::{Block, Chunk};
@@ -15,6 +15,11 @@ use crate::recipe::Method;
 
 /// Chunks of windows that go through a block together, since each time its weights are rounded anew.
 const AT_ONCE: usize = 16;
+
+/// Whether the method is its own control.
+pub fn is_control(method: &Method) -> bool {
+    method.transform.is_none() && method.rounding == plainly(&method.rounding) && !method.activations.is_static()
+}
 
 /// The control of a method.
 pub fn plain(method: &Method) -> Method {
@@ -33,7 +38,7 @@ pub fn control(
     modules: &Modules,
     layout: &dyn Layout,
     how: &Measurement,
-    printer: Printer,
+    reporter: &Reporter,
 ) -> Result<Measured> {
     let model = &original.model;
     let round = |block: &Block, chunks: &mut [Chunk]| {
@@ -45,12 +50,12 @@ pub fn control(
     };
     let mut forward = |chunks: &mut [Chunk]| -> Result<(), Failure> {
         for block in &model.blocks {
-            interrupt::check()?;
+            reporter.check()?;
             model.enter(block)?;
             round(block, chunks)?;
             model.leave(block);
         }
         Ok(())
     };
-    perplexity_through(original, how, "rtn", printer, AT_ONCE, &mut forward)
+    perplexity_through(original, how, "rtn", reporter, AT_ONCE, &mut forward)
 }

@@ -8,8 +8,9 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::super::observer::Reporter;
+use super::super::options::Resume;
 use crate::checkpoint::Checkpoint;
-use crate::cli::print::report_as;
 use crate::format::atomic::{OutputFolder, lock, write_atomic};
 use crate::format::safetensors::TensorSpec;
 use crate::format::{self, pretty, safetensors};
@@ -74,23 +75,13 @@ pub struct Found {
     pub removed: usize,
 }
 
-/// What becomes of blocks of an earlier run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Resume {
-    /// Those of an equal run stop this one, so that the user may decide; others are removed.
-    No,
-    /// They must be those of an equal run.
-    Yes,
-    /// Those of an equal run are taken up; others are removed.
-    IfSame,
-}
-
 /// The folder beside the output that holds finished blocks. It goes when it is dropped without any.
 pub struct Work {
     /// The output that the blocks are for.
     out: PathBuf,
     dir: PathBuf,
     quantization: Value,
+    reporter: Reporter,
     _lock: Option<File>,
 }
 
@@ -116,7 +107,7 @@ impl Work {
     }
 
     /// Opens the work folder of `out` for a run described by `job`.
-    pub fn open(out: &Path, job: &Value, quantization: Value, resume: Resume) -> Result<Found> {
+    pub fn open(out: &Path, job: &Value, quantization: Value, resume: Resume, reporter: &Reporter) -> Result<Found> {
         let dir = Self::folder(out)?;
         let record = dir.join("job.json");
         let (mut resumed, mut removed) = (false, 0);
@@ -155,9 +146,9 @@ impl Work {
             }
         }
         fs::create_dir_all(&dir).with_context(|| format!("cannot create `{}`", dir.display()))?;
-        let work = Self { _lock: take()?, out: out.into(), dir, quantization };
+        let work = Self { _lock: take()?, out: out.into(), dir, quantization, reporter: reporter.clone() };
         if !resumed {
-            report_as(&record, out);
+            reporter.renamed(&record, out);
             write_atomic(&record, &pretty(job))?;
         }
         Ok(Found { work, resumed, removed })
@@ -194,7 +185,7 @@ impl Work {
     /// Stores block `index`: whole, or not at all.
     pub fn store(&self, index: usize, tensors: &[(TensorSpec, Bytes)], report: &BlockReport) -> Result<()> {
         let folder = OutputFolder::create(&self.block(index))?;
-        report_as(folder.path(), &self.out);
+        self.reporter.renamed(folder.path(), &self.out);
         let mut config = json!({});
         if !report.modules.is_empty() {
             config["quantization_config"] = self.quantization.clone();
