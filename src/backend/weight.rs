@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use ndarray::Array2;
+
 use crate::num::few::{self, SIDE};
 use crate::num::ggml::GgmlType;
 use crate::num::simd::{prefetch, vectorized};
@@ -200,6 +202,15 @@ impl Weight {
             Weight::Gptq(_) | Weight::Int8(_) | Weight::Fp8(_) => return None,
         };
         Some((kind, &bytes[rows.start * row..rows.end * row]))
+    }
+
+    /// The whole matrix, `[rows, cols]`, as f32.
+    pub fn to_array(&self) -> Array2<f32> {
+        let mut out = Array2::zeros((self.rows(), self.cols()));
+        if let Some(values) = out.as_slice_mut() {
+            self.panel(0..self.rows(), values);
+        }
+        out
     }
 
     /// The whole matrix as f32; for one linear at a time, where a method edits or compares it.
