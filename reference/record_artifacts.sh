@@ -30,11 +30,11 @@ gguf() {
     local name=$1
     shift
     if "$binary" gguf -q "$@" -o "$name.gguf" >/dev/null 2>"$name.log"; then
-        sha256sum "$name.gguf"
+        sha256sum "$name"*.gguf
     else
         echo "refused $name: $(tail -n 1 "$name.log")"
     fi
-    rm -f "$name.gguf" "$name.log"
+    rm -f "$name"*.gguf "$name.log"
 }
 
 # OPTIONS...: the object that a measurement prints, without its times.
