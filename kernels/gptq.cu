@@ -1,4 +1,4 @@
-// GPTQ's pass over a block of columns, and the grids of static groups (`quantize::tile` is the twin). One warp
+// GPTQ's pass over a block of columns, and the grids of static groups (`quantize::pass` is the twin). One warp
 // a row: a lane looks after up to four columns, whose weights stay in its registers. All per-column arrays are
 // in the order in which columns are taken.
 #include "gptq_grid.cuh"

@@ -1,4 +1,4 @@
-// Coordinate descent on (w - q)' H (w - q), block by block (`quantize::tile` is the twin). One warp a row, as in
+// Coordinate descent on (w - q)' H (w - q), block by block (`quantize::pass` is the twin). One warp a row, as in
 // gptq.cu; between blocks the caller brings the rest of the gradient up to date, from `moved` and H.
 #include "gptq_grid.cuh"
 

@@ -9,7 +9,7 @@ use crate::calibrate::cache::Sharing;
 use crate::calibrate::driver::{Course, Needs};
 use crate::format::layout::{InputsKind, KvScales, Tile};
 use crate::quantize::gptq::GptqOptions;
-use crate::quantize::grid::Grid;
+use crate::quantize::scale_search::ScaleSearch;
 use crate::scheme::Scheme;
 
 /// The method and what it needs.
@@ -66,7 +66,7 @@ pub enum Rounding {
     },
     Rtn {
         scheme: Scheme,
-        grid: Grid,
+        grid: ScaleSearch,
     },
     /// To E4M3.
     Float8 {
@@ -86,11 +86,11 @@ impl Method {
         }
     }
 
-    pub fn grid(&self) -> Grid {
+    pub fn grid(&self) -> ScaleSearch {
         match &self.rounding {
             Rounding::Gptq { options, .. } => options.grid,
             Rounding::Rtn { grid, .. } => *grid,
-            Rounding::Float8 { .. } => Grid::MaxAbs,
+            Rounding::Float8 { .. } => ScaleSearch::MaxAbs,
         }
     }
 
@@ -98,7 +98,7 @@ impl Method {
     pub fn needs(&self) -> Needs {
         Needs {
             gram: matches!(self.rounding, Rounding::Gptq { .. } | Rounding::Float8 { feedback: true, .. }),
-            diagonal: self.grid() == Grid::Hessian,
+            diagonal: self.grid() == ScaleSearch::Hessian,
             abs_max: self.activations.is_static() || (!self.activations.is_float() && self.transform.is_some()),
             cache: self.kv_cache.map(|kind| match kind {
                 KvScales::Tensor => Sharing::Layer,

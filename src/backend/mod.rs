@@ -8,8 +8,10 @@ pub mod solver;
 pub mod tensor;
 pub mod weight;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
+use bytemuck::Pod;
 use thiserror::Error;
 
 use cache::{CacheType, Layer, Pool, PoolShape, SavedBlocks, Tables};
@@ -146,6 +148,17 @@ impl<T> Sums<T> {
         }
     }
 
+    /// A copy in host memory of the `count` sums.
+    fn downloaded(&self, count: usize) -> Done<Vec<T>>
+    where
+        T: Pod,
+    {
+        match self {
+            Sums::Host(values) => Ok(values.clone()),
+            Sums::Cuda(buffer) => buffer.device().download(buffer, 0, count),
+        }
+    }
+
     fn buffer(&self) -> &cuda::Buffer {
         match self {
             Sums::Cuda(buffer) => buffer,
@@ -169,6 +182,17 @@ impl Gram {
     pub fn host(n: usize, lower: Vec<f64>, tokens: u64) -> Self {
         Self { n, lower: Sums::Host(lower), tokens }
     }
+
+    /// The same in host memory.
+    ///
+    /// # Errors
+    /// When the device fails that has the sums.
+    pub fn in_host_memory(&self) -> Done<Cow<'_, Self>> {
+        match self.lower {
+            Sums::Host(_) => Ok(Cow::Borrowed(self)),
+            _ => Ok(Cow::Owned(Self::host(self.n, self.lower.downloaded(self.n * self.n)?, self.tokens))),
+        }
+    }
 }
 
 /// X'(O - X): how the inputs X that a linear gets in the quantized model have moved away from those it had
@@ -186,6 +210,17 @@ impl Drift {
     /// In host memory.
     pub fn host(n: usize, values: Vec<f32>, tokens: u64) -> Self {
         Self { n, values: Sums::Host(values), tokens }
+    }
+
+    /// The same in host memory.
+    ///
+    /// # Errors
+    /// When the device fails that has the sums.
+    pub fn in_host_memory(&self) -> Done<Cow<'_, Self>> {
+        match self.values {
+            Sums::Host(_) => Ok(Cow::Borrowed(self)),
+            _ => Ok(Cow::Owned(Self::host(self.n, self.values.downloaded(self.n * self.n)?, self.tokens))),
+        }
     }
 }
 

@@ -1,5 +1,5 @@
 //! GPTQ's arithmetic on a device that has its own: what `quantize` decides goes in, codes come out. The
-//! mathematics is that of `quantize::tile`, which is the reference.
+//! mathematics is that of `quantize::pass`, which is the reference.
 
 use super::{Done, Drift, Gram, Matrix, cuda};
 use crate::scheme::Scheme;
@@ -28,7 +28,7 @@ pub fn block_end(groups: &[usize], start: usize, anywhere: bool) -> usize {
     (start + 1..=furthest).rev().find(|&i| groups[i] != groups[i - 1]).unwrap_or(furthest)
 }
 
-/// One way to set the levels of a group; see `quantize::grid`.
+/// One way to set the levels of a group; see `quantize::scale_search`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {
     /// Factor of the range.

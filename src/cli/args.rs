@@ -21,8 +21,8 @@ use crate::evaluate::windows::Convention;
 use crate::model::tokenizer::BosMode;
 use crate::pipeline::options::OnMisfit;
 use crate::pipeline::source::ModelSource;
-use crate::quantize::grid::Grid;
 use crate::quantize::order::Order;
+use crate::quantize::scale_search::ScaleSearch;
 
 /// Offline quantization and model conversion: an FP16 checkpoint in, a verified artifact out.
 #[derive(Debug, Parser)]
@@ -345,12 +345,12 @@ pub enum GridArg {
     Hessian,
 }
 
-impl From<GridArg> for Grid {
+impl From<GridArg> for ScaleSearch {
     fn from(arg: GridArg) -> Self {
         match arg {
-            GridArg::MaxAbs => Grid::MaxAbs,
-            GridArg::Mse => Grid::Mse,
-            GridArg::Hessian => Grid::Hessian,
+            GridArg::MaxAbs => ScaleSearch::MaxAbs,
+            GridArg::Mse => ScaleSearch::Mse,
+            GridArg::Hessian => ScaleSearch::Hessian,
         }
     }
 }

@@ -4,46 +4,45 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::grid::Grid;
 use super::order::{Order, Sequence, sequence};
-use crate::backend::solver::{Factor, Ordered};
+use crate::backend::solver::{Factor, Ordered, Solver};
 use crate::backend::{Backend, DeviceError, Drift, Gram};
 use crate::num::linalg::inverse_factor;
-use crate::scheme::Scheme;
+use crate::scheme::GroupSize;
 
-/// What the user may choose.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct GptqOptions {
-    pub scheme: Scheme,
+/// How GPTQ's pass goes, on every grid.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PassOptions {
     pub order: Order,
-    /// Grids come from the original weights, in groups of stored columns.
+    /// Levels come from the weights before the pass, in groups of stored columns; otherwise those of a group are
+    /// chosen when the pass reaches it.
     pub static_groups: bool,
     /// Share of the mean Hessian diagonal that is added to the diagonal.
     pub damp_percent: f64,
     /// How much damping grows when the Hessian cannot be factored.
     pub damp_auto_increment: f64,
-    pub grid: Grid,
-    /// Sweeps of coordinate descent over codes and scales after GPTQ's single pass.
+    /// Sweeps of coordinate descent over codes, and scales where they are free, after GPTQ's single pass.
     pub sweeps: usize,
-    /// The smallest zero point allowed. It follows from the format that is written, which a record names anyway.
-    #[serde(skip)]
-    pub least_zero: u8,
 }
 
-impl GptqOptions {
-    /// The default options for a scheme.
-    pub fn new(scheme: Scheme, grid: Grid) -> Self {
-        Self {
-            scheme,
-            order: Order::GroupAware,
-            static_groups: false,
-            damp_percent: 0.05,
-            damp_auto_increment: 0.01,
-            grid,
-            sweeps: 1,
-            least_zero: 0,
-        }
-    }
+impl PassOptions {
+    /// Defaults for integers.
+    pub const INTEGERS: Self = Self {
+        order: Order::GroupAware,
+        static_groups: false,
+        damp_percent: 0.05,
+        damp_auto_increment: 0.01,
+        sweeps: 1,
+    };
+    /// Defaults for ggml's types and E4M3: what had the least loss on the layers of the demo checkpoint, for every
+    /// type.
+    pub const CODES_ONLY: Self = Self {
+        order: Order::GroupAware,
+        static_groups: false,
+        damp_percent: 0.01,
+        damp_auto_increment: 0.01,
+        sweeps: 3,
+    };
 }
 
 /// Why there is no curvature.
@@ -87,25 +86,55 @@ pub(super) struct HostFactors {
 
 impl Curvature {
     /// Orders, damps and factors `2/tokens X'X`, on the backend's own solver where it has one. `diagonal` is that
-    /// of X'X.
+    /// of X'X; `group_size` decides the order of columns.
+    ///
+    /// # Errors
+    /// When no damping makes the Hessian positive definite, or the device fails.
     pub fn new(
         backend: &dyn Backend,
         gram: &Gram,
         diagonal: &[f64],
         drift: Option<&Drift>,
-        options: &GptqOptions,
+        group_size: GroupSize,
+        options: &PassOptions,
+    ) -> Result<Self, CurvatureError> {
+        Self::with_solver(backend.solver(), gram, diagonal, drift, group_size, options)
+    }
+
+    /// The same in host memory, wherever the sums are: for grids that no device solver knows.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn on_host(
+        gram: &Gram,
+        diagonal: &[f64],
+        drift: Option<&Drift>,
+        group_size: GroupSize,
+        options: &PassOptions,
+    ) -> Result<Self, CurvatureError> {
+        let (gram, drift) = (gram.in_host_memory()?, drift.map(Drift::in_host_memory).transpose()?);
+        Self::with_solver(None, &gram, diagonal, drift.as_deref(), group_size, options)
+    }
+
+    fn with_solver(
+        solver: Option<&dyn Solver>,
+        gram: &Gram,
+        diagonal: &[f64],
+        drift: Option<&Drift>,
+        group_size: GroupSize,
+        options: &PassOptions,
     ) -> Result<Self, CurvatureError> {
         let n = gram.n;
         let scale = 2.0 / gram.tokens.max(1) as f64;
         let diag: Vec<f64> = diagonal.iter().map(|d| d * scale).collect();
         let dead: Vec<bool> = diag.iter().map(|d| *d == 0.0).collect();
-        let sequence = sequence(options.order, options.static_groups, &diag, options.scheme.group_size);
+        let sequence = sequence(options.order, options.static_groups, &diag, group_size);
         let columns = &sequence.columns;
         let alive: Vec<f64> = columns.iter().map(|&c| if dead[c] { 1.0 } else { diag[c] }).collect();
         let mean = alive.iter().sum::<f64>() / n as f64;
         let mut damp = options.damp_percent;
         let factor = |damped: &[f64]| -> Result<Option<Factors>, CurvatureError> {
-            match backend.solver() {
+            match solver {
                 Some(solver) => {
                     let order = Ordered { columns, groups: &sequence.groups, dead: &dead };
                     let factor = solver.factor(gram, drift, order, scale, damped, options.sweeps > 0)?;

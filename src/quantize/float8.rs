@@ -1,14 +1,15 @@
 //! Rounding to E4M3, one scale a tile: whole weights, output channels or square blocks.
 
-use std::convert::Infallible;
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::curvature::Curvature;
-use super::feedback::{E4M3_STEPS, FeedbackOptions, Fit, Layout, Points, feedback};
-use super::grid::LANES;
+use super::curvature::{Curvature, CurvatureError, PassOptions};
+use super::grids::e4m3::E4m3Grid;
+use super::pass::{codes, loss, tiles};
+use crate::backend::{Drift, Gram};
 use crate::num::e4m3;
+use crate::scheme::GroupSize;
 
 /// A weight in E4M3: `W[n, k] = scale * values[n, k]`.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,8 +74,23 @@ pub fn float8(weight: &[f32], rows: usize, cols: usize, tile: (usize, usize), sc
     Float8 { rows, cols, values, scales, tile }
 }
 
-/// The same with what each rounding breaks mended in the columns not yet taken. `curvature` is of [`feedback::curvature`]
-/// for a block of all columns, with these `options`; tiles fill the columns.
+/// Factors a Hessian for [`float8_with_feedback`], in host memory. Scales are given, so that columns can be taken in any
+/// order.
+///
+/// # Errors
+/// When no damping makes the Hessian positive definite, or the device that has the sums fails.
+pub fn curvature(
+    gram: &Gram,
+    diagonal: &[f64],
+    drift: Option<&Drift>,
+    options: &PassOptions,
+) -> Result<Curvature, CurvatureError> {
+    Curvature::on_host(gram, diagonal, drift, GroupSize::CHANNEL, options)
+}
+
+/// As [`float8`], with the error of each rounding compensated in the columns not yet taken; and the loss. `curvature` is
+/// of [`curvature`] with these `options`. A drift moves the weights after the scales were chosen: what then lies beyond
+/// them is cut off.
 pub fn float8_with_feedback(
     weight: &[f32],
     rows: usize,
@@ -82,35 +98,17 @@ pub fn float8_with_feedback(
     tile: (usize, usize),
     scales: Vec<f32>,
     curvature: &Curvature,
-    options: &FeedbackOptions,
+    options: &PassOptions,
 ) -> (Float8, f64) {
-    let across = cols.div_ceil(tile.1);
-    let layout = Layout { points: Points::E4m3, run: tile.1, block: cols };
-    let bands: Vec<_> = weight
-        .par_chunks(LANES * cols)
-        .enumerate()
-        .map(|(band, weight)| {
-            let fit = |_: Range<usize>, weight: &[f32]| {
-                let rows = (0..weight.len() / cols).map(|r| (band * LANES + r) / tile.0);
-                let levels =
-                    rows.flat_map(|r| scales[r * across..(r + 1) * across].iter().map(|s| (s / E4M3_STEPS, 0.0)));
-                Ok::<_, Infallible>(Fit { levels: levels.collect(), bytes: Vec::new() })
-            };
-            let rows = weight.len() / cols;
-            match feedback(weight, rows, curvature, layout, options, &fit) {
-                Ok(solution) => solution,
-            }
-        })
-        .collect();
-    let loss = bands.iter().map(|band| band.loss).sum();
-    let values = bands.into_iter().flat_map(|band| band.codes).collect();
-    (Float8 { rows, cols, values, scales, tile }, loss)
+    let sequence = &curvature.sequence;
+    let grid = |rows: Range<usize>| E4m3Grid::new(&sequence.columns, rows, tile, &scales);
+    let Ok(tiles) = tiles(weight, sequence, &curvature.dead, grid, |part| part.pass(curvature, true, options.sweeps));
+    (Float8 { rows, cols, values: codes(&tiles), scales, tile }, loss(&tiles))
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::feedback::curvature;
     use super::*;
     use crate::backend::Backend;
     use crate::backend::cpu::Cpu;
@@ -143,8 +141,8 @@ mod tests {
         let mut gram = Cpu.gram(cols).unwrap();
         Cpu.add_gram(&Tensor::host(tokens, cols, x), &mut gram).unwrap();
         let diagonal = Cpu.diagonal(&gram).unwrap();
-        let options = FeedbackOptions { refit: false, ..FeedbackOptions::default() };
-        let curvature = curvature(&gram, &diagonal, cols, &options).unwrap();
+        let options = PassOptions::CODES_ONLY;
+        let curvature = curvature(&gram, &diagonal, None, &options).unwrap();
         let lower = gram.lower.host();
         let error = |made: &Float8, tile: (usize, usize)| -> f64 {
             let across = cols.div_ceil(tile.1);

@@ -2,14 +2,14 @@
 //! slices in, slices out.
 
 mod curvature;
-pub mod feedback;
 pub mod float8;
 pub mod gptq;
-pub mod grid;
+pub mod grids;
 pub mod order;
+mod pass;
 pub mod rtn;
+pub mod scale_search;
 pub mod scaling;
-mod tile;
 
 use half::f16;
 use rayon::prelude::*;

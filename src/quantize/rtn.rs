@@ -2,9 +2,9 @@
 
 use rayon::prelude::*;
 
-use super::grid::{Grid, candidates, range_levels};
+use super::grids::integer;
 use super::order::{Order, sequence};
-use super::tile::{self, Tile};
+use super::scale_search::{ScaleSearch, candidates, range_levels};
 use super::{Quantized, Report};
 use crate::backend::solver::Rounding;
 use crate::num::simd::{round, vectorized};
@@ -18,7 +18,7 @@ pub fn rtn(
     cols: usize,
     diagonal: Option<&[f64]>,
     scheme: Scheme,
-    grid: Grid,
+    grid: ScaleSearch,
     least_zero: u8,
 ) -> (Quantized, Report) {
     let diag: Vec<f64> = diagonal.map_or_else(|| vec![1.0; cols], <[f64]>::to_vec);
@@ -33,14 +33,12 @@ pub fn rtn(
         sweeps: 0,
         least_zero,
         candidates: &candidates(scheme, grid),
-        importance: if grid == Grid::Hessian { &importance } else { &ones },
+        importance: if grid == ScaleSearch::Hessian { &importance } else { &ones },
     };
-    tile::quantize(weight, rows, cols, scheme, &sequence, &dead, |tile: &mut Tile| {
-        tile.round_to_nearest(&importance, &rounding);
-    })
+    integer::quantize(weight, rows, &sequence, &dead, &rounding, |tile| tile.round_to_nearest(&importance))
 }
 
-/// What [`rtn`] with [`Grid::MaxAbs`] makes of a weight whose columns are scaled by `scales`, scaled back: for searches,
+/// What [`rtn`] with [`ScaleSearch::MaxAbs`] makes of a weight whose columns are scaled by `scales`, scaled back: for searches,
 /// which need no codes.
 pub fn scaled_and_back(weight: &[f32], cols: usize, scales: &[f32], scheme: Scheme, least_zero: u8) -> Vec<f32> {
     let size = scheme.group_size.columns(cols).max(1);
@@ -106,7 +104,7 @@ mod tests {
             let scheme = Scheme { bits, group_size: GroupSize::new(size).unwrap(), sym };
             let mut scaled = weight.clone();
             scaled.iter_mut().enumerate().for_each(|(i, w)| *w *= scales[i % cols]);
-            let (quantized, _) = rtn(&scaled, rows, cols, None, scheme, Grid::MaxAbs, least_zero);
+            let (quantized, _) = rtn(&scaled, rows, cols, None, scheme, ScaleSearch::MaxAbs, least_zero);
             let mut wanted = quantized.to_f32();
             wanted.iter_mut().enumerate().for_each(|(i, w)| *w /= scales[i % cols]);
             assert_eq!(scaled_and_back(&weight, cols, &scales, scheme, least_zero), wanted, "{scheme:?}");

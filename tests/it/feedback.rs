@@ -16,16 +16,22 @@ use quantkit::model::tokenizer::Tokenizer;
 use quantkit::num::ggml::GgmlType::{self, *};
 use quantkit::num::matmul::{View, add_gram, product};
 use quantkit::pack::ggml::encode;
+use quantkit::pack::ggml::feedback::{EncodedMatrix, FeedbackError, encode_with_feedback, supports};
 use quantkit::pack::ggml::levels::{codes, layout, levels, replace_codes};
-use quantkit::pipeline::gguf::feedback::{Encoded, FeedbackError, encode_with_feedback, supports};
-use quantkit::quantize::feedback::{FeedbackOptions, Layout, Points, curvature};
+use quantkit::quantize::gptq::PassOptions;
+use quantkit::quantize::grids::levels::{LevelLayout, Points, curvature};
 use quantkit::quantize::order::Order;
 
 use crate::support::repository;
 
 /// The single pass as the paper has it.
-const PLAIN: FeedbackOptions =
-    FeedbackOptions { order: Order::Natural, damp_percent: 0.01, damp_auto_increment: 0.01, refit: false, sweeps: 0 };
+const PLAIN: PassOptions = PassOptions {
+    order: Order::Natural,
+    static_groups: true,
+    damp_percent: 0.01,
+    damp_auto_increment: 0.01,
+    sweeps: 0,
+};
 
 /// One linear and the Hessian of its inputs.
 struct Problem {
@@ -72,8 +78,8 @@ impl Problem {
         encode(kind, &self.weight, self.cols, importance).unwrap()
     }
 
-    fn feedback(&self, kind: GgmlType, options: &FeedbackOptions) -> Encoded {
-        let curvature = curvature(&self.gram, &self.diagonal(), kind.block(), options).unwrap();
+    fn feedback(&self, kind: GgmlType, options: &PassOptions) -> EncodedMatrix {
+        let curvature = curvature(&self.gram, &self.diagonal(), None, kind.block(), options).unwrap();
         encode_with_feedback(kind, &self.weight, self.cols, &curvature, options).unwrap()
     }
 
@@ -148,13 +154,12 @@ fn blocks_decode_to_the_chosen_values() {
     let problem = Problem::random(6, 512, 5);
     assert_eq!(kinds().count(), 12);
     for kind in kinds() {
-        let Layout { points, run, .. } = layout(kind).unwrap();
+        let LevelLayout { points, run, .. } = layout(kind).unwrap();
         let bytes = problem.encode(kind, None);
         let (scales, own) = (levels(kind, &bytes), codes(kind, &bytes));
         let (low, count) = match points {
             Points::Even { low, high, zero } => (low + zero, (high - low + 1) as u32),
             Points::Table(_) => (0, 16),
-            Points::E4m3 => unreachable!("no block type has them"),
         };
         let other =
             (0..6 * 512u32).map(|i| ((i.wrapping_mul(2_654_435_761) >> 16) % count) as u8 + low as u8).collect();
@@ -182,7 +187,7 @@ fn losses_on_correlated_inputs() {
         let encoded = problem.loss(kind, &problem.encode(kind, Some(&problem.importance())));
         let mut last = f64::INFINITY;
         for (sweeps, ceiling) in [(0, 0.35), (1, 0.08), (3, 0.05)] {
-            let loss = problem.loss(kind, &problem.feedback(kind, &FeedbackOptions { sweeps, ..PLAIN }).bytes);
+            let loss = problem.loss(kind, &problem.feedback(kind, &PassOptions { sweeps, ..PLAIN }).bytes);
             assert!(loss < ceiling * encoded, "{kind}, {sweeps} sweeps: {loss} after {encoded}");
             assert!(loss < 1.001 * last, "{kind}, {sweeps} sweeps: {loss} after {last}");
             last = loss;
@@ -202,14 +207,13 @@ fn codes_are_those_of_the_definition() {
     let damped: Vec<f64> = (0..n * n).map(|x| at(x / n, x % n)).collect();
     let start = inverse(&damped, n);
     for kind in [Q4_0, Q2_K, Q3_K, Q4_K, IQ4_XS] {
-        let Layout { points, run, .. } = layout(kind).unwrap();
+        let LevelLayout { points, run, .. } = layout(kind).unwrap();
         let importance = problem.importance();
         let bytes = problem.encode(kind, Some(&importance));
         let scales = levels(kind, &bytes);
         let range = match points {
             Points::Even { low, high, zero } => low + zero..=high + zero,
             Points::Table(_) => 0..=15,
-            Points::E4m3 => unreachable!("no block type has them"),
         };
         let mut wanted = Vec::new();
         for (row, scales) in problem.weight.chunks_exact(n).zip(scales.chunks_exact(n / run)) {
@@ -257,8 +261,8 @@ fn threads_do_not_matter() {
     let problem = Problem::random(70, 256, 4);
     let solve = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let options = FeedbackOptions { sweeps: 1, ..PLAIN };
-        let refit = FeedbackOptions { refit: true, order: Order::GroupAware, ..options };
+        let options = PassOptions { sweeps: 1, ..PLAIN };
+        let refit = PassOptions { static_groups: false, order: Order::GroupAware, ..options };
         pool.install(|| [Q4_K, IQ4_NL].map(|kind| [problem.feedback(kind, &options), problem.feedback(kind, &refit)]))
     };
     assert_eq!(solve(1), solve(5));
@@ -276,7 +280,7 @@ fn dead_channels_and_rows() {
     }
     for kind in kinds() {
         for refit in [false, true] {
-            let options = FeedbackOptions { refit, sweeps: 1, ..PLAIN };
+            let options = PassOptions { static_groups: !refit, sweeps: 1, ..PLAIN };
             let encoded = problem.feedback(kind, &options);
             let mut decoded = vec![f32::NAN; problem.weight.len()];
             kind.decode(&encoded.bytes, &mut decoded);
@@ -289,7 +293,7 @@ fn dead_channels_and_rows() {
 #[test]
 fn what_cannot_be_done_is_refused() {
     let problem = Problem::random(2, 288, 7);
-    let curvature = curvature(&problem.gram, &problem.diagonal(), 32, &PLAIN).unwrap();
+    let curvature = curvature(&problem.gram, &problem.diagonal(), None, 32, &PLAIN).unwrap();
     let refused = |kind, weight: &[f32]| encode_with_feedback(kind, weight, 288, &curvature, &PLAIN).unwrap_err();
     assert_eq!(refused(IQ3_S, &problem.weight), FeedbackError::Unsupported { kind: IQ3_S });
     assert!(matches!(refused(Q4_K, &problem.weight), FeedbackError::Encode(_)));
@@ -325,11 +329,11 @@ fn table() {
         }
         for (v, (order, refit)) in variants.into_iter().enumerate() {
             for block in [32, 256] {
-                let options = FeedbackOptions { order, refit, sweeps: 1, ..PLAIN };
-                let curvature = curvature(&problem.gram, &problem.diagonal(), block, &options).unwrap();
+                let options = PassOptions { order, static_groups: !refit, sweeps: 1, ..PLAIN };
+                let curvature = curvature(&problem.gram, &problem.diagonal(), None, block, &options).unwrap();
                 for (kind, sums) in kinds.iter().zip(&mut sums).filter(|(kind, _)| kind.block() == block) {
                     for (s, sweeps) in sweeps.into_iter().enumerate() {
-                        let options = FeedbackOptions { sweeps, ..options };
+                        let options = PassOptions { sweeps, ..options };
                         let encoded = encode_with_feedback(*kind, &problem.weight, problem.cols, &curvature, &options);
                         add(&mut sums[2 + v * 3 + s], *kind, &encoded.unwrap().bytes);
                     }
@@ -359,7 +363,7 @@ fn losses_on_layers_of_the_demo_checkpoint() {
         let (mut encoded, mut mended) = (0.0, 0.0);
         for (problem, unseen) in problems.iter().zip(&unseen) {
             encoded += unseen.loss(kind, &problem.encode(kind, Some(&problem.importance())));
-            mended += unseen.loss(kind, &problem.feedback(kind, &FeedbackOptions::default()).bytes);
+            mended += unseen.loss(kind, &problem.feedback(kind, &PassOptions::CODES_ONLY).bytes);
         }
         assert!(mended < ceiling * encoded, "{kind}: {mended} after {encoded}");
     }

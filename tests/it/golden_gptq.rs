@@ -5,10 +5,10 @@ use quantkit::backend::cpu::Cpu;
 use quantkit::backend::weight::{Dense, Weight};
 use quantkit::backend::{Backend, Drift, Gram};
 use quantkit::quantize::Quantized;
-use quantkit::quantize::gptq::{Curvature, CurvatureError, GptqOptions, gptq};
-use quantkit::quantize::grid::Grid;
+use quantkit::quantize::gptq::{Curvature, CurvatureError, GptqOptions, PassOptions, gptq};
 use quantkit::quantize::order::Order;
 use quantkit::quantize::rtn::rtn;
+use quantkit::quantize::scale_search::ScaleSearch;
 use quantkit::scheme::{GroupSize, Scheme};
 use quantkit::tensor::{Dtype, widened};
 use safetensors::SafeTensors;
@@ -26,7 +26,7 @@ struct Problem {
 }
 
 fn curvature(gram: &Gram, drift: Option<&Drift>, options: &GptqOptions) -> Result<Curvature, CurvatureError> {
-    Curvature::new(&Cpu, gram, &Cpu.diagonal(gram).unwrap(), drift, options)
+    Curvature::new(&Cpu, gram, &Cpu.diagonal(gram).unwrap(), drift, options.scheme.group_size, &options.pass)
 }
 
 fn solve(weight: &[f32], rows: usize, gram: &Gram, drift: Option<&Drift>, options: &GptqOptions) -> Quantized {
@@ -86,16 +86,18 @@ fn options(setting: &Value) -> GptqOptions {
             group_size: GroupSize::new(setting["group_size"].as_i64().unwrap() as i32).unwrap(),
             sym: setting["sym"].as_bool().unwrap(),
         },
-        order: match order {
-            "natural" => Order::Natural,
-            "gar" => Order::GroupAware,
-            _ => Order::Activation,
+        pass: PassOptions {
+            order: match order {
+                "natural" => Order::Natural,
+                "gar" => Order::GroupAware,
+                _ => Order::Activation,
+            },
+            static_groups: order == "desc_act_static",
+            damp_percent: setting["damp"].as_f64().unwrap(),
+            damp_auto_increment: 0.01,
+            sweeps: 0,
         },
-        static_groups: order == "desc_act_static",
-        damp_percent: setting["damp"].as_f64().unwrap(),
-        damp_auto_increment: 0.01,
-        grid: Grid::MaxAbs,
-        sweeps: 0,
+        grid: ScaleSearch::MaxAbs,
         least_zero: 0,
     }
 }
@@ -138,8 +140,11 @@ fn searched_grids_and_sweeps_only_help() {
     let problem = Problem::load();
     for (name, setting) in problem.index.as_object().unwrap() {
         let plain = options(setting);
-        let error = |grid, sweeps| problem.output_error(&problem.solve(&GptqOptions { grid, sweeps, ..plain.clone() }));
-        let errors = [error(Grid::MaxAbs, 0), error(Grid::Hessian, 0), error(Grid::Hessian, 3)];
+        let error = |grid, sweeps| {
+            let pass = PassOptions { sweeps, ..plain.pass };
+            problem.output_error(&problem.solve(&GptqOptions { grid, pass, ..plain }))
+        };
+        let errors = [error(ScaleSearch::MaxAbs, 0), error(ScaleSearch::Hessian, 0), error(ScaleSearch::Hessian, 3)];
         // With 8 bits there is nothing left to search.
         assert!(errors[1] < errors[0] * if plain.scheme.bits == 8 { 1.02 } else { 1.0 }, "{name}: {errors:?}");
         assert!(errors[2] < errors[1], "{name}: {errors:?}");
@@ -149,7 +154,7 @@ fn searched_grids_and_sweeps_only_help() {
             problem.cols,
             Some(&hessian(&problem.gram)),
             plain.scheme,
-            Grid::Hessian,
+            ScaleSearch::Hessian,
             0,
         )
         .0;
@@ -163,12 +168,14 @@ fn a_rank_deficient_hessian_is_damped_or_refused() {
     let gram = |value: fn(usize, usize) -> f64| Gram::host(n, (0..n * n).map(|x| value(x / n, x % n)).collect(), 2);
     let setting = GptqOptions {
         scheme: Scheme { bits: 4, group_size: GroupSize::CHANNEL, sym: true },
-        order: Order::Natural,
-        static_groups: false,
-        damp_percent: 0.0,
-        damp_auto_increment: 0.01,
-        grid: Grid::MaxAbs,
-        sweeps: 0,
+        pass: PassOptions {
+            order: Order::Natural,
+            static_groups: false,
+            damp_percent: 0.0,
+            damp_auto_increment: 0.01,
+            sweeps: 0,
+        },
+        grid: ScaleSearch::MaxAbs,
         least_zero: 0,
     };
     let duplicates = gram(|_, _| 1.0);
@@ -193,12 +200,14 @@ fn drift_is_corrected_by_the_ridge_solution() {
     let drift = (0..n * n).map(|x| (cross[x] - gram[x]) as f32).collect();
     let setting = GptqOptions {
         scheme: Scheme { bits: 8, group_size: GroupSize::CHANNEL, sym: true },
-        order: Order::Activation,
-        static_groups: false,
-        damp_percent: 1e-6,
-        damp_auto_increment: 0.01,
-        grid: Grid::MaxAbs,
-        sweeps: 0,
+        pass: PassOptions {
+            order: Order::Activation,
+            static_groups: false,
+            damp_percent: 1e-6,
+            damp_auto_increment: 0.01,
+            sweeps: 0,
+        },
+        grid: ScaleSearch::MaxAbs,
         least_zero: 0,
     };
     let gram = Gram::host(n, gram, tokens as u64);
@@ -227,18 +236,22 @@ fn the_least_zero_point_is_kept() {
     let weight: Vec<f32> = (0..rows * n).map(|i| 0.05 + (i * 7919 % 1009) as f32 / 1009.0).collect();
     let lower = (0..n * n).map(|x| if x / n == x % n { 1.0 } else { 0.1 }).collect();
     let gram = Gram::host(n, lower, 2);
-    for (bits, grid) in [2, 3, 4, 8].into_iter().flat_map(|b| [Grid::MaxAbs, Grid::Mse, Grid::Hessian].map(|g| (b, g)))
+    for (bits, grid) in [2, 3, 4, 8]
+        .into_iter()
+        .flat_map(|b| [ScaleSearch::MaxAbs, ScaleSearch::Mse, ScaleSearch::Hessian].map(|g| (b, g)))
     {
         for static_groups in [false, true] {
             let scheme = Scheme { bits, group_size: GroupSize::new(16).unwrap(), sym: false };
             let options = |least_zero| GptqOptions {
                 scheme,
-                order: Order::Natural,
-                static_groups,
-                damp_percent: 0.05,
-                damp_auto_increment: 0.01,
+                pass: PassOptions {
+                    order: Order::Natural,
+                    static_groups,
+                    damp_percent: 0.05,
+                    damp_auto_increment: 0.01,
+                    sweeps: 1,
+                },
                 grid,
-                sweeps: 1,
                 least_zero,
             };
             let solved = |least| solve(&weight, rows, &gram, None, &options(least));
@@ -253,7 +266,7 @@ fn the_least_zero_point_is_kept() {
                 (0..rows * n).map(error).fold(0.0, f32::max)
             };
             let top = scheme.top() as f32;
-            if grid == Grid::MaxAbs {
+            if grid == ScaleSearch::MaxAbs {
                 let step = 1.05 / (top - 1.0);
                 assert!(worst(&rounded(1)) <= 0.51 * step, "{bits} bits: {}", worst(&rounded(1)));
             }

@@ -1,4 +1,4 @@
-//! GPTQ on the device, the twin of `quantize::curvature` and `quantize::tile`. Weights are `[rows, columns]` in the
+//! GPTQ on the device, the twin of `quantize::curvature` and `quantize::pass`. Weights are `[rows, columns]` in the
 //! order in which columns are taken; a row never depends on another.
 
 use std::sync::Arc;

@@ -17,9 +17,9 @@ use crate::pack::gptq::Version;
 use crate::pipeline::options::{Evaluation, OutputOptions, Resume, Selection, TextCalibration};
 use crate::pipeline::quantize::{Forecast, Form, Quantization};
 use crate::pipeline::source::locate;
-use crate::quantize::gptq::GptqOptions;
-use crate::quantize::grid::Grid;
+use crate::quantize::gptq::{GptqOptions, PassOptions};
 use crate::quantize::order::Order;
+use crate::quantize::scale_search::ScaleSearch;
 use crate::recipe::{Method, Rounding, Transform};
 use crate::scheme::{GroupSize, Scheme};
 
@@ -111,14 +111,14 @@ fn quantization(
 }
 
 fn gptq(args: &GptqArgs) -> Result<Quantization> {
-    let options = GptqOptions {
+    let pass = PassOptions {
         order: if args.desc_act { Order::Activation } else { args.order.into() },
         static_groups: args.static_groups,
         damp_percent: args.damp_percent,
         damp_auto_increment: args.damp_auto_increment,
         sweeps: args.sweeps,
-        ..GptqOptions::new(scheme(&args.scheme, !args.asym)?, args.grid.into())
     };
+    let options = GptqOptions { pass, ..GptqOptions::new(scheme(&args.scheme, !args.asym)?, args.grid.into()) };
     let rounding =
         Rounding::Gptq { options, true_sequential: !args.no_true_sequential, drift_correction: args.drift_correction };
     let method = method("gptq", rounding, &args.output);
@@ -154,7 +154,7 @@ fn smoothquant(args: &SmoothquantArgs) -> Result<Quantization> {
     };
     let activations = if args.static_activations { InputsKind::Tensor } else { InputsKind::Token };
     let transform = Some(Transform::Smoothquant { alpha, tokens: args.search_tokens as usize });
-    let rounding = rounding(args.rounding, scheme, Grid::Hessian);
+    let rounding = rounding(args.rounding, scheme, ScaleSearch::Hessian);
     let method = Method { transform, activations, ..method("smoothquant", rounding, &args.output) };
     let selection = Selection { skips: args.skips.clone(), ..Selection::default() };
     quantization(method, Form::Int8, selection, &args.calibration, &args.output)
@@ -200,7 +200,7 @@ fn method(name: &str, rounding: Rounding, output: &OutputArgs) -> Method {
 }
 
 /// Rounding after scaling, GPTQ as it is by default.
-fn rounding(kind: RoundingArg, scheme: Scheme, grid: Grid) -> Rounding {
+fn rounding(kind: RoundingArg, scheme: Scheme, grid: ScaleSearch) -> Rounding {
     match kind {
         RoundingArg::Rtn => Rounding::Rtn { scheme, grid },
         RoundingArg::Gptq => {

@@ -7,10 +7,10 @@
 use crate::num::ggml::GgmlType::{self, *};
 use crate::num::ggml::basic::IQ4_LEVELS;
 use crate::num::ggml::{half_at, iq4_xs_scales, k};
-use crate::quantize::feedback::{Layout, Points};
+use crate::quantize::grids::levels::{LevelLayout, Points};
 
 /// How a type lays levels over a row; `None` for types without codes of single values.
-pub fn layout(kind: GgmlType) -> Option<Layout> {
+pub fn layout(kind: GgmlType) -> Option<LevelLayout> {
     let signed = |n: i32| Points::Even { low: -n, high: n - 1, zero: n };
     let counted = |high: i32| Points::Even { low: 0, high, zero: 0 };
     let (points, run) = match kind {
@@ -28,7 +28,7 @@ pub fn layout(kind: GgmlType) -> Option<Layout> {
         IQ4_NL | IQ4_XS => (Points::Table(&IQ4_LEVELS), 32),
         _ => return None,
     };
-    Some(Layout { points, run, block: kind.block() })
+    Some(LevelLayout { points, run, block: kind.block() })
 }
 
 /// Scale and offset of every run of the blocks: decoding gives `scale * point + offset`, exactly. Nothing for a type

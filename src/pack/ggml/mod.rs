@@ -8,6 +8,7 @@
 mod basic;
 mod blocks;
 mod codebook;
+pub mod feedback;
 mod iq1;
 mod iq4;
 mod k;

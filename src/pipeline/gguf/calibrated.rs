@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Error, Result, bail};
 
-use super::feedback::{encode_with_feedback, supports};
 use super::output::Output;
 use crate::backend::Matrix;
 use crate::backend::cache::LayerScales;
@@ -16,15 +15,16 @@ use crate::model::Model;
 use crate::model::block::{Block, Linear, Stage};
 use crate::num::ggml::GgmlType;
 use crate::pack::ggml::encode;
-use crate::quantize::feedback::{FeedbackOptions, curvature};
-use crate::quantize::gptq::Curvature;
+use crate::pack::ggml::feedback::{encode_with_feedback, supports};
+use crate::quantize::gptq::{Curvature, PassOptions};
+use crate::quantize::grids::levels::curvature;
 
 /// Encodes the linears of all blocks and writes them.
 pub fn run(model: &Model, architecture: &Architecture, windows: &[Vec<u32>], output: &mut Output) -> Result<()> {
     if model.backend().solver().is_some() {
         bail!("--error-feedback computes on the CPU; add `--device cpu`");
     }
-    let options = FeedbackOptions::default();
+    let options = PassOptions::CODES_ONLY;
     let mut job = Job { model, architecture, output, options, encoded: BTreeMap::new() };
     driver::run(model, windows, Course { true_sequential: true, drift: false, sample: None }, &mut job)
 }
@@ -33,7 +33,7 @@ struct Job<'a, 'b> {
     model: &'a Model,
     architecture: &'a Architecture,
     output: &'a mut Output<'b>,
-    options: FeedbackOptions,
+    options: PassOptions,
     /// Rows of blocks of the current block's linears, by their names in the file.
     encoded: BTreeMap<String, Vec<u8>>,
 }
@@ -52,7 +52,7 @@ impl Job<'_, '_> {
                 std::collections::btree_map::Entry::Occupied(found) => found.into_mut(),
                 std::collections::btree_map::Entry::Vacant(empty) => {
                     let gram = inputs.gram.as_ref().context("a Gram matrix")?;
-                    empty.insert(curvature(gram, &inputs.diagonal, kind.block(), &self.options)?)
+                    empty.insert(curvature(gram, &inputs.diagonal, None, kind.block(), &self.options)?)
                 }
             };
             return Ok(encode_with_feedback(kind, &weight, linear.cols, curvature, &self.options)?.bytes);

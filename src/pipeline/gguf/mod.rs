@@ -3,7 +3,6 @@
 mod calibrated;
 mod convert;
 mod coverage;
-pub mod feedback;
 mod forecast;
 mod importance;
 mod output;

@@ -99,7 +99,7 @@ impl Quantization {
                 flops += tokens * cols * cols + 2.0 * cols * cols * cols;
                 let rows: usize = linears.iter().map(|linear| linear.rows).sum();
                 let sweeps = match &self.method.rounding {
-                    Rounding::Gptq { options, .. } => 1.0 + options.sweeps as f64,
+                    Rounding::Gptq { options, .. } => 1.0 + options.pass.sweeps as f64,
                     _ => 1.0,
                 };
                 flops += sweeps * rows as f64 * cols * cols;

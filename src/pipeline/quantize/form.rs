@@ -81,7 +81,7 @@ impl Form {
         if output.version.is_some() && self != Form::Gptq {
             bail!("--checkpoint-format is for GPTQ artifacts");
         }
-        if matches!(&method.rounding, Rounding::Gptq { options, .. } if options.order == Order::Activation && !options.static_groups)
+        if matches!(&method.rounding, Rounding::Gptq { options, .. } if options.pass.order == Order::Activation && !options.pass.static_groups)
             && self != Form::Gptq
         {
             bail!(

@@ -29,7 +29,7 @@ use crate::format::layout::InputsKind;
 use crate::format::manifest::Manifest;
 use crate::model::tokenizer::BosMode;
 use crate::quantize::gptq::GptqOptions;
-use crate::quantize::grid::Grid;
+use crate::quantize::scale_search::ScaleSearch;
 use crate::recipe::{Method, Recipe, Rounding};
 use crate::scheme::{GroupSize, Scheme};
 pub use calibration::{Calibrated, CalibrationSource};
@@ -68,7 +68,7 @@ impl Quantization {
 
     /// GPTQ with its default options: `bits` of 2, 3, 4 or 8, and `group_size` input channels to a scale.
     pub fn gptq(bits: u8, group_size: GroupSize) -> Self {
-        let options = GptqOptions::new(Scheme { bits, group_size, sym: true }, Grid::Hessian);
+        let options = GptqOptions::new(Scheme { bits, group_size, sym: true }, ScaleSearch::Hessian);
         let rounding = Rounding::Gptq { options, true_sequential: true, drift_correction: false };
         Self::new(Method {
             name: "gptq".into(),

@@ -90,9 +90,9 @@ impl Quantization {
         match &self.method.rounding {
             Rounding::Gptq { options, true_sequential, .. } => Some(GptqFacts {
                 desc_act: self.scattered(),
-                static_groups: options.static_groups,
-                group_aware: options.order == Order::GroupAware,
-                damp_percent: options.damp_percent,
+                static_groups: options.pass.static_groups,
+                group_aware: options.pass.order == Order::GroupAware,
+                damp_percent: options.pass.damp_percent,
                 true_sequential: *true_sequential,
             }),
             _ => None,
@@ -101,7 +101,7 @@ impl Quantization {
 
     /// Whether groups follow activation order.
     pub(super) fn scattered(&self) -> bool {
-        matches!(&self.method.rounding, Rounding::Gptq { options, .. } if options.order == Order::Activation && !options.static_groups)
+        matches!(&self.method.rounding, Rounding::Gptq { options, .. } if options.pass.order == Order::Activation && !options.pass.static_groups)
     }
 
     /// Tiles of E4M3 must fill the rows where errors are fed back through them.

@@ -9,9 +9,8 @@ use crate::calibrate::driver::Inputs;
 use crate::format::layout::{Layout, Solution, Tile};
 use crate::model::block::Linear;
 use crate::num::e4m3;
-use crate::quantize::feedback::{FeedbackOptions, curvature};
-use crate::quantize::float8::{float8, float8_with_feedback, largest, scale};
-use crate::quantize::gptq::{Curvature, CurvatureError, GptqOptions, gptq};
+use crate::quantize::float8::{curvature, float8, float8_with_feedback, largest, scale};
+use crate::quantize::gptq::{Curvature, CurvatureError, GptqOptions, PassOptions, gptq};
 use crate::quantize::rtn::rtn;
 use crate::recipe::{Method, Rounding};
 use crate::scheme::{GroupSize, Scheme};
@@ -105,13 +104,13 @@ fn with_gptq(
     let mut curvatures: Vec<(GroupSize, Result<Curvature, f64>)> = Vec::new();
     for &scheme in schemes.iter().flatten() {
         if !curvatures.iter().any(|(size, _)| *size == scheme.group_size) {
-            let options = GptqOptions { scheme, ..options.clone() };
-            let curvature = match Curvature::new(backend, gram, &inputs.diagonal, inputs.drift.as_ref(), &options) {
+            let (size, drift) = (scheme.group_size, inputs.drift.as_ref());
+            let curvature = match Curvature::new(backend, gram, &inputs.diagonal, drift, size, &options.pass) {
                 Ok(curvature) => Ok(curvature),
                 Err(CurvatureError::NotPositive { tried }) => Err(tried),
                 Err(CurvatureError::Device(error)) => return Err(error.into()),
             };
-            curvatures.push((scheme.group_size, curvature));
+            curvatures.push((size, curvature));
         }
     }
     let hessian = hessian_diagonal(inputs);
@@ -163,11 +162,11 @@ fn to_float8(
         let most = scales.iter().flatten().flatten().fold(0.0f32, |m, s| m.max(*s));
         scales.iter_mut().flatten().for_each(|s| s.fill(most));
     }
-    let options = FeedbackOptions { refit: false, ..FeedbackOptions::default() };
+    let options = PassOptions::CODES_ONLY;
     let mut mended = None;
     if let Some(inputs) = inputs {
         let gram = inputs.gram.as_ref().context("GPTQ without a Gram matrix")?;
-        mended = match curvature(gram, &inputs.diagonal, gram.n, &options) {
+        mended = match curvature(gram, &inputs.diagonal, None, &options) {
             Ok(curvature) => Some(Ok(curvature)),
             Err(CurvatureError::NotPositive { tried }) => Some(Err(tried)),
             Err(CurvatureError::Device(error)) => return Err(error.into()),
@@ -212,8 +211,8 @@ mod tests {
     use crate::backend::cpu::Cpu;
     use crate::backend::weight::{Dense, Weight};
     use crate::format::layout::InputsKind;
-    use crate::quantize::grid::Grid;
     use crate::quantize::order::Order;
+    use crate::quantize::scale_search::ScaleSearch;
     use crate::tensor::{Bytes, Dtype};
 
     /// No damping below 100 % mends a Hessian with such a diagonal: the module alone is rounded.
@@ -227,12 +226,14 @@ mod tests {
         let scheme = Scheme { bits: 4, group_size: GroupSize::new(16).unwrap(), sym: true };
         let options = GptqOptions {
             scheme,
-            order: Order::GroupAware,
-            static_groups: false,
-            damp_percent: 0.05,
-            damp_auto_increment: 0.2,
-            grid: Grid::MaxAbs,
-            sweeps: 1,
+            pass: PassOptions {
+                order: Order::GroupAware,
+                static_groups: false,
+                damp_percent: 0.05,
+                damp_auto_increment: 0.2,
+                sweeps: 1,
+            },
+            grid: ScaleSearch::MaxAbs,
             least_zero: 0,
         };
         let quantized = |sign: f64| {
@@ -256,7 +257,7 @@ mod tests {
         assert_eq!(method, "rtn: the Hessian is not positive definite even with damping 0.85");
         assert_eq!(damping, None);
         assert!(loss.is_finite());
-        let wanted = rtn(&weight, n, n, None, scheme, Grid::MaxAbs, 0).0;
+        let wanted = rtn(&weight, n, n, None, scheme, ScaleSearch::MaxAbs, 0).0;
         assert_eq!(solution, Solution::Integers { weight: wanted, inputs: Activations::Float });
     }
 }

@@ -14,8 +14,8 @@ use crate::format::layout::Layout;
 use crate::model::block::{Block, Chunk, Linear, Stage};
 use crate::model::fold::{Fold, Joint, tied};
 use crate::model::{Model, ModelError};
-use crate::quantize::grid::Grid;
 use crate::quantize::rtn::scaled_and_back;
+use crate::quantize::scale_search::ScaleSearch;
 use crate::quantize::scaling::{awq_grid, awq_scales, column_maxima, relative_magnitudes, smooth_scales};
 use crate::recipe::{Method, Rounding, Transform};
 use crate::tensor::{Dtype, narrowed};
@@ -272,8 +272,8 @@ fn best(
 /// The same numbers, rounded to nearest by the range of each group.
 pub fn plainly(rounding: &Rounding) -> Rounding {
     match rounding {
-        Rounding::Gptq { options, .. } => Rounding::Rtn { scheme: options.scheme, grid: Grid::MaxAbs },
-        Rounding::Rtn { scheme, .. } => Rounding::Rtn { scheme: *scheme, grid: Grid::MaxAbs },
+        Rounding::Gptq { options, .. } => Rounding::Rtn { scheme: options.scheme, grid: ScaleSearch::MaxAbs },
+        Rounding::Rtn { scheme, .. } => Rounding::Rtn { scheme: *scheme, grid: ScaleSearch::MaxAbs },
         Rounding::Float8 { tile, .. } => Rounding::Float8 { tile: *tile, feedback: false },
     }
 }

@@ -21,9 +21,9 @@ use quantkit::model::tokenizer::Tokenizer;
 use quantkit::model::{Model, ModelError};
 use quantkit::pack::gptq::{Version, pack};
 use quantkit::quantize::Quantized;
-use quantkit::quantize::gptq::{Curvature, GptqOptions, gptq};
-use quantkit::quantize::grid::Grid;
+use quantkit::quantize::gptq::{Curvature, GptqOptions, PassOptions, gptq};
 use quantkit::quantize::order::Order;
+use quantkit::quantize::scale_search::ScaleSearch;
 use quantkit::scheme::{GroupSize, Scheme};
 
 use super::cuda;
@@ -31,12 +31,14 @@ use super::cuda;
 fn options() -> GptqOptions {
     GptqOptions {
         scheme: Scheme { bits: 4, group_size: GroupSize::new(128).unwrap(), sym: true },
-        order: Order::GroupAware,
-        static_groups: false,
-        damp_percent: 0.05,
-        damp_auto_increment: 0.01,
-        grid: Grid::Hessian,
-        sweeps: 1,
+        pass: PassOptions {
+            order: Order::GroupAware,
+            static_groups: false,
+            damp_percent: 0.05,
+            damp_auto_increment: 0.01,
+            sweeps: 1,
+        },
+        grid: ScaleSearch::Hessian,
         least_zero: 0,
     }
 }
@@ -62,7 +64,8 @@ impl Quantizing for Job {
     fn quantize(&mut self, block: &Block, stage: Stage, inputs: &Inputs) -> Result<Vec<Matrix>, ModelError> {
         let backend = &*self.backend;
         let gram = inputs.gram.as_ref().unwrap();
-        let curvature = Curvature::new(backend, gram, &inputs.diagonal, inputs.drift.as_ref(), &options()).unwrap();
+        let (size, drift, pass) = (options().scheme.group_size, inputs.drift.as_ref(), options().pass);
+        let curvature = Curvature::new(backend, gram, &inputs.diagonal, drift, size, &pass).unwrap();
         let linears = block.linears(stage).into_iter().map(|linear| {
             let found = gptq(backend, &linear.weight, &curvature, &options())?.0;
             let leading = self.leader.as_ref().map_or(&found, |leader| &leader[&linear.path]);

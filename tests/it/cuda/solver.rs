@@ -5,9 +5,9 @@ use quantkit::backend::cpu::Cpu;
 use quantkit::backend::cuda::{Cuda, Device};
 use quantkit::backend::weight::{Dense, Weight};
 use quantkit::backend::{Backend, Drift, Gram, Sums};
-use quantkit::quantize::gptq::{Curvature, CurvatureError, GptqOptions, gptq};
-use quantkit::quantize::grid::Grid;
+use quantkit::quantize::gptq::{Curvature, CurvatureError, GptqOptions, PassOptions, gptq};
 use quantkit::quantize::order::Order;
+use quantkit::quantize::scale_search::ScaleSearch;
 use quantkit::quantize::{Quantized, Report};
 use quantkit::scheme::{GroupSize, Scheme};
 use quantkit::tensor::Dtype;
@@ -64,7 +64,9 @@ impl Problem {
         options: &GptqOptions,
     ) -> (Quantized, Report, f64) {
         let diagonal = backend.diagonal(&gram).unwrap();
-        let curvature = Curvature::new(backend, &gram, &diagonal, drift.as_ref(), options).unwrap();
+        let curvature =
+            Curvature::new(backend, &gram, &diagonal, drift.as_ref(), options.scheme.group_size, &options.pass)
+                .unwrap();
         let matrix = backend.load(self.weight.clone()).unwrap();
         let (quantized, report) = gptq(backend, &matrix, &curvature, options).unwrap();
         (quantized, report, curvature.damp_percent)
@@ -100,12 +102,8 @@ fn uploaded<T: bytemuck::Pod>(values: &[T]) -> quantkit::backend::cuda::Buffer {
 fn options(bits: u8, group_size: i32, sym: bool, order: Order) -> GptqOptions {
     GptqOptions {
         scheme: Scheme { bits, group_size: GroupSize::new(group_size).unwrap(), sym },
-        order,
-        static_groups: false,
-        damp_percent: 0.01,
-        damp_auto_increment: 0.01,
-        grid: Grid::Hessian,
-        sweeps: 0,
+        pass: PassOptions { order, static_groups: false, damp_percent: 0.01, damp_auto_increment: 0.01, sweeps: 0 },
+        grid: ScaleSearch::Hessian,
         least_zero: 0,
     }
 }
@@ -160,7 +158,7 @@ const ORDERS: [(Order, bool); 6] = [
     (Order::GroupAware, true),
     (Order::Activation, true),
 ];
-const GRIDS: [Grid; 3] = [Grid::Hessian, Grid::MaxAbs, Grid::Mse];
+const GRIDS: [ScaleSearch; 3] = [ScaleSearch::Hessian, ScaleSearch::MaxAbs, ScaleSearch::Mse];
 
 #[test]
 fn every_scheme_and_order() {
@@ -172,7 +170,8 @@ fn every_scheme_and_order() {
             for (order, static_groups) in ORDERS {
                 let bits = [2, 3, 4, 8][turn % 4];
                 let grid = GRIDS[turn / 2 % 3];
-                let options = GptqOptions { static_groups, grid, ..options(bits, group_size, sym, order) };
+                let mut options = GptqOptions { grid, ..options(bits, group_size, sym, order) };
+                options.pass.static_groups = static_groups;
                 agreement.compare(&cuda, &problem, &options);
                 turn += 1;
             }
@@ -203,7 +202,8 @@ fn sweeps_and_drift() {
         for (sweeps, with_drift, group_size) in [(0, true, 32), (1, false, 16), (2, true, 128), (2, false, 150)] {
             let problem = Problem::new(9, 290, Dtype::BF16, with_drift, 20 + turn as u64);
             let bits = [4, 3, 2][turn % 3];
-            let options = GptqOptions { static_groups, sweeps, ..options(bits, group_size, turn % 2 == 0, order) };
+            let mut options = options(bits, group_size, turn % 2 == 0, order);
+            (options.pass.static_groups, options.pass.sweeps) = (static_groups, sweeps);
             agreement.compare(&cuda, &problem, &options);
         }
     }
@@ -219,13 +219,8 @@ fn raised_zero_points() {
     problem.weight = Weight::Dense(Dense { rows: 16, cols: 96, dtype: Dtype::F32, bytes: positive.into() });
     for (bits, grid) in [2, 3, 4, 8].into_iter().flat_map(|bits| GRIDS.map(|grid| (bits, grid))) {
         for static_groups in [false, true] {
-            let options = GptqOptions {
-                static_groups,
-                grid,
-                sweeps: 1,
-                least_zero: 1,
-                ..options(bits, 16, false, Order::Natural)
-            };
+            let mut options = GptqOptions { grid, least_zero: 1, ..options(bits, 16, false, Order::Natural) };
+            (options.pass.static_groups, options.pass.sweeps) = (static_groups, 1);
             agreement.compare(&cuda, &problem, &options);
         }
     }
@@ -234,10 +229,11 @@ fn raised_zero_points() {
 #[test]
 fn what_is_not_positive_definite_is_damped_or_refused() {
     let (cuda, n) = (cuda(Default::default()), 150);
-    let setting = GptqOptions { damp_percent: 0.0, ..options(4, -1, true, Order::Natural) };
+    let mut setting = options(4, -1, true, Order::Natural);
+    setting.pass.damp_percent = 0.0;
     let solve = |backend: &dyn Backend, gram: Gram| {
         let diagonal = backend.diagonal(&gram).unwrap();
-        Curvature::new(backend, &gram, &diagonal, None, &setting)
+        Curvature::new(backend, &gram, &diagonal, None, setting.scheme.group_size, &setting.pass)
     };
     let sums = |value: fn(usize, usize) -> f64| (0..n * n).map(|x| value(x / n, x % n)).collect::<Vec<_>>();
     // All channels equal.

@@ -1,14 +1,14 @@
-//! `--error-feedback`: the blocks of ggml's own search, with codes that mend each other's errors.
+//! The blocks of ggml's own search, with codes that compensate each other's errors.
 
 use std::ops::Range;
 
 use thiserror::Error;
 
+use super::levels::{layout, levels, replace_codes};
+use super::{EncodeError, encode};
 use crate::num::ggml::GgmlType;
-use crate::pack::ggml::levels::{layout, levels, replace_codes};
-use crate::pack::ggml::{EncodeError, encode};
-use crate::quantize::feedback::{self, FeedbackOptions, Fit, Solution};
-use crate::quantize::gptq::Curvature;
+use crate::quantize::gptq::{Curvature, PassOptions};
+use crate::quantize::grids::levels::{Chosen, Fit, choose};
 
 /// Why codes cannot be chosen with feedback.
 #[derive(Debug, Error, PartialEq)]
@@ -21,10 +21,10 @@ pub enum FeedbackError {
 
 /// An encoded matrix.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Encoded {
+pub struct EncodedMatrix {
     /// Rows of blocks, as `pack::ggml::encode` lays them out.
     pub bytes: Vec<u8>,
-    /// See [`Solution::loss`].
+    /// See [`Chosen::loss`].
     pub loss: f64,
 }
 
@@ -34,7 +34,7 @@ pub fn supports(kind: GgmlType) -> bool {
 }
 
 /// Encodes `weight`, rows of `cols` values. Scales come from ggml's search with the Hessian's diagonal as importance;
-/// `curvature` is that of `feedback::curvature` for blocks of `kind.block()` columns and the same options.
+/// `curvature` is that of `grids::levels::curvature` for blocks of `kind.block()` columns and the same options.
 ///
 /// # Errors
 ///
@@ -48,8 +48,8 @@ pub fn encode_with_feedback(
     weight: &[f32],
     cols: usize,
     curvature: &Curvature,
-    options: &FeedbackOptions,
-) -> Result<Encoded, FeedbackError> {
+    options: &PassOptions,
+) -> Result<EncodedMatrix, FeedbackError> {
     let layout = layout(kind).ok_or(FeedbackError::Unsupported { kind })?;
     if kind.row_bytes(cols).is_none() {
         return Err(EncodeError::Columns { kind, block: kind.block(), cols }.into());
@@ -63,7 +63,7 @@ pub fn encode_with_feedback(
         Ok(Fit { levels: levels(kind, &bytes), bytes })
     };
     let rows = weight.len() / cols;
-    let Solution { codes, mut bytes, loss } = feedback::feedback(weight, rows, curvature, layout, options, &fit)?;
+    let Chosen { codes, mut bytes, loss } = choose(weight, rows, curvature, layout, options, &fit)?;
     replace_codes(kind, &mut bytes, &codes);
-    Ok(Encoded { bytes, loss })
+    Ok(EncodedMatrix { bytes, loss })
 }

@@ -1,23 +1,18 @@
-//! Scales and zero points of one group, for a tile of rows side by side.
+//! The search for scale and zero point of one group of integers, for a tile of rows side by side.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use serde::{Deserialize, Serialize};
 
+use super::grids::{LANES, Lane};
 use crate::backend::solver::Candidate;
 use crate::num::simd::round;
 use crate::scheme::Scheme;
 
-/// Rows that are quantized together, one to a vector lane.
-pub const LANES: usize = 64;
-
-/// One value for each row of a tile.
-pub type Lane = [f32; LANES];
-
 /// How a group's scale is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Grid {
+pub enum ScaleSearch {
     /// The largest weight decides: `2 max|w| / (2^bits - 1)`, or the range from min to max.
     MaxAbs,
     /// The scale with the least squared error.
@@ -26,25 +21,25 @@ pub enum Grid {
     Hessian,
 }
 
-impl Grid {
+impl ScaleSearch {
     /// As records name it.
     pub fn name(self) -> &'static str {
         match self {
-            Grid::MaxAbs => "max-abs",
-            Grid::Mse => "mse",
-            Grid::Hessian => "hessian",
+            ScaleSearch::MaxAbs => "max-abs",
+            ScaleSearch::Mse => "mse",
+            ScaleSearch::Hessian => "hessian",
         }
     }
 }
 
 /// Scales (exactly representable in f16, never zero) and zero points of a tile's rows.
 #[derive(Clone, Debug)]
-pub struct Levels {
+pub struct IntegerLevels {
     pub scale: Lane,
     pub zero: Lane,
 }
 
-impl Levels {
+impl IntegerLevels {
     /// The code nearest to `w` in row `lane`.
     #[inline(always)]
     pub fn code(&self, lane: usize, w: f32, top: f32) -> f32 {
@@ -116,9 +111,9 @@ fn shrinks(bits: u8, sym: bool) -> impl Iterator<Item = f32> {
 }
 
 /// What a search for levels tries, in this order; the first is the range as it is.
-pub fn candidates(scheme: Scheme, grid: Grid) -> Vec<Candidate> {
+pub fn candidates(scheme: Scheme, search: ScaleSearch) -> Vec<Candidate> {
     let range = Candidate { shrink: 1.0, sign: 1.0, shift: 0.0 };
-    if grid == Grid::MaxAbs {
+    if search == ScaleSearch::MaxAbs {
         return vec![range];
     }
     // A negative scale mirrors the symmetric grid, so that its spare code serves the positive side; an
@@ -140,7 +135,7 @@ pub fn levels(
     scheme: Scheme,
     candidates: &[Candidate],
     least_zero: u8,
-) -> Levels {
+) -> IntegerLevels {
     let (mut low, mut high) = ([0.0f32; LANES], [0.0f32; LANES]);
     for w in columns {
         for l in 0..LANES {
@@ -154,7 +149,7 @@ pub fn levels(
         base[l] = step(low[l], high[l], scheme, lowest);
     }
     let candidate = |by: &Candidate| {
-        let mut levels = Levels { scale: base, zero: [scheme.middle() as f32; LANES] };
+        let mut levels = IntegerLevels { scale: base, zero: [scheme.middle() as f32; LANES] };
         levels.scale.iter_mut().for_each(|s| *s *= by.shrink * by.sign);
         round_scales(&mut levels.scale);
         if !scheme.sym {
@@ -185,7 +180,7 @@ pub fn levels(
 
 /// Weighted squared error of each row.
 #[inline(always)]
-fn error(columns: &[Lane], levels: &Levels, top: f32, importance: &[f32]) -> Lane {
+fn error(columns: &[Lane], levels: &IntegerLevels, top: f32, importance: &[f32]) -> Lane {
     let mut inverse = [0.0; LANES];
     let (mut least, mut most) = ([0.0; LANES], [0.0; LANES]);
     for l in 0..LANES {
