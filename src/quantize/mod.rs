@@ -2,6 +2,9 @@
 //! slices in, slices out.
 
 mod curvature;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod definition;
 pub mod float8;
 pub mod gptq;
 pub mod grids;
