@@ -144,7 +144,7 @@ pub struct Fp8Args {
     /// Form of the artifact
     #[arg(long, value_enum, default_value_t = Float8FormatArg::CompressedTensors)]
     pub format: Float8FormatArg,
-    /// How the weights are rounded: to nearest needs no data; `gptq` computes on the CPU
+    /// How the weights are rounded: to nearest needs no data; `gptq` chooses codes on the CPU
     #[arg(long, value_enum, default_value_t = RoundingArg::Rtn)]
     pub rounding: RoundingArg,
     /// Round inputs by one scale for all tokens that calibration finds, not each token by its own; needs `--weights

@@ -167,14 +167,14 @@ impl<'a, G: Grid> RowTile<'a, G> {
                 let counted = self.counted[i];
                 let (done, rest) = w.split_at_mut(i + 1);
                 vectorized(|| {
-                    let error = &mut errors[i - start];
-                    self.codes[i] = self.grid.nearest(i, &done[i]);
-                    let value = self.grid.values(i, &self.codes[i]);
+                    let codes = self.grid.nearest(i, &done[i]);
+                    let value = self.grid.values(i, &codes);
+                    let error = lanes(|l| (done[i][l] - value[l]) / u[i]);
                     for l in 0..LANES {
-                        error[l] = (done[i][l] - value[l]) / u[i];
                         self.loss[l] += counted * error[l] * error[l];
                     }
-                    subtract_products(&mut rest[..end - i - 1], &u[i + 1..end], error);
+                    subtract_products(&mut rest[..end - i - 1], &u[i + 1..end], &error);
+                    (self.codes[i], errors[i - start]) = (codes, error);
                 });
             }
             if end < n {
@@ -208,8 +208,9 @@ impl<'a, G: Grid> RowTile<'a, G> {
                 for i in start..end {
                     let (old, inverse) = (self.values(i), 1.0 / h[i * n + i]);
                     let wanted = lanes(|l| old[l] + gradient[i][l] * inverse);
-                    self.codes[i] = self.grid.nearest(i, &wanted);
-                    let change = difference(&self.values(i), &old);
+                    let codes = self.grid.nearest(i, &wanted);
+                    let change = difference(&self.grid.values(i, &codes), &old);
+                    self.codes[i] = codes;
                     subtract_products(&mut gradient[start..end], &h[i * n + start..i * n + end], &change);
                 }
             });

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Error, Result, bail};
+use anyhow::{Context, Error, Result};
 
 use super::output::Output;
 use crate::backend::Matrix;
@@ -21,9 +21,6 @@ use crate::quantize::grids::levels::curvature;
 
 /// Encodes the linears of all blocks and writes them.
 pub fn run(model: &Model, architecture: &Architecture, windows: &[Vec<u32>], output: &mut Output) -> Result<()> {
-    if model.backend().solver().is_some() {
-        bail!("--error-feedback computes on the CPU; add `--device cpu`");
-    }
     let options = PassOptions::CODES_ONLY;
     let mut job = Job { model, architecture, output, options, encoded: BTreeMap::new() };
     driver::run(model, windows, Course { true_sequential: true, drift: false, sample: None }, &mut job)

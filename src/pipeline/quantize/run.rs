@@ -128,9 +128,6 @@ impl<'a> Run<'a> {
     ) -> Result<Self> {
         how.supported()?;
         let target = how.target(source)?;
-        if backend.solver().is_some() && matches!(how.method.rounding, Rounding::Float8 { feedback: true, .. }) {
-            bail!("fp8 with `--rounding gptq` computes on the CPU; add `--device cpu`");
-        }
         let original = open(&source.dir, backend, reporter)?;
         refuse_quantized(&original, source)?;
         let model = &original.model;

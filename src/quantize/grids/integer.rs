@@ -40,11 +40,20 @@ impl Grid for IntegerGrid<'_> {
 
     fn fit(&mut self, taken: Range<usize>, w: &[Lane]) -> Result<(), Infallible> {
         let Rounding { scheme, candidates, importance, least_zero, .. } = *self.rounding;
+        let search = |columns: &[Lane], importance: &[f32]| {
+            vectorized(|| levels(columns, importance, scheme, candidates, least_zero))
+        };
+        if let [group, others @ ..] = &self.groups[taken.clone()]
+            && others.iter().all(|other| other == group)
+        {
+            self.levels[*group] = search(&w[taken.clone()], &importance[taken]);
+            return Ok(());
+        }
         for (g, found) in self.levels.iter_mut().enumerate() {
             let members = taken.clone().filter(|&i| self.groups[i] == g);
             let (columns, weights): (Vec<Lane>, Vec<f32>) = members.map(|i| (w[i], importance[i])).unzip();
             if !columns.is_empty() {
-                *found = vectorized(|| levels(&columns, &weights, scheme, candidates, least_zero));
+                *found = search(&columns, &weights);
             }
         }
         Ok(())

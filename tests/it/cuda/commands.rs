@@ -142,10 +142,11 @@ fn drivers_that_are_too_old_and_memory_that_is_too_small() {
 fn scaled_and_8_bit_artifacts() {
     let scene = Scene::tiny("qwen2");
     let texts = ["--calib", "calib.txt", "--nsamples", "4", "--seqlen", "32"];
-    let commands: [(&str, &[&str]); 4] = [
+    let commands: [(&str, &[&str]); 5] = [
         ("awq", &["awq", "--group-size", "32", "--search-tokens", "64"]),
         ("int8", &["smoothquant", "--search-tokens", "64", "--kv-cache", "fp8"]),
         ("fp8", &["fp8", "--weights", "tensor", "--static-activations"]),
+        ("fp8-gptq", &["fp8", "--rounding", "gptq"]),
         ("blocks", &["fp8", "--weights", "block", "--format", "fp8", "--kv-cache", "fp8"]),
     ];
     for (name, command) in commands {
@@ -162,6 +163,21 @@ fn scaled_and_8_bit_artifacts() {
         let (host, device) = (on("cpu"), on("cuda:0"));
         assert!((device / host - 1.0).abs() < 1e-2, "{name}: {device} against {host}");
     }
+}
+
+/// The device calibrates, codes are chosen on the CPU.
+#[test]
+fn gguf_with_error_feedback() {
+    let scene = Scene::demo();
+    let on = |device: &str| {
+        let args = ["gguf", "--type", "Q4_0", "--error-feedback", "--calib", "calib.txt", "--chunks", "2"];
+        let out = format!("{}.gguf", device.replace(':', ""));
+        run(&scene, &[&args[..], &["-o", &out, "--device", device]].concat(), true, &[]).ok();
+        let args = ["eval", "ppl", &out, "--text", "eval.txt", "--max-windows", "8", "--json"];
+        scene.run(&args).ok().json()["perplexity"].as_f64().unwrap()
+    };
+    let (host, device) = (on("cpu"), on("cuda:0"));
+    assert!((device / host - 1.0).abs() < 1e-2, "{device} against {host}");
 }
 
 /// The first cuBLAS serves that can be loaded, has a version that fits, and starts with this driver, wherever it is in the
