@@ -265,7 +265,7 @@ impl Plain for PlainIntegers<'_> {
     }
 
     fn top(&self) -> u8 {
-        self.scheme.top() as u8
+        self.scheme.top()
     }
 
     fn value(&self, i: usize, code: u8) -> f64 {
