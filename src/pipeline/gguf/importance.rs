@@ -103,7 +103,7 @@ pub fn importance(
     };
     let found = coverage::settle(&file, &imatrix, planned, feedback, options.kind)?;
     found.warnings.iter().for_each(|warning| reporter.warn(warning));
-    Ok((found.used > 0).then(|| Given { file, imatrix, used: found.used }))
+    Ok((found.used > 0).then_some(Given { file, imatrix, used: found.used }))
 }
 
 /// Importance on the calibration text.
