@@ -11,6 +11,7 @@ use crate::checkpoint::Checkpoint;
 use crate::cli::interrupt;
 use crate::format;
 use crate::format::gguf::read::{GgufFile, Tensor};
+use crate::format::gguf::second_reader;
 use crate::format::manifest::{self, verify_manifest};
 use crate::model::config::ModelConfig;
 
@@ -61,10 +62,10 @@ fn folder(path: &Path) -> Result<Vec<String>> {
     Ok(out)
 }
 
-/// Tensors of a GGUF file whose blocks decode to values that are not finite.
+/// What gguf-rs reads differently, and tensors whose blocks decode to values that are not finite.
 fn blocks(path: &Path) -> Result<Vec<String>> {
     let file = GgufFile::open(path)?;
-    let mut out = Vec::new();
+    let mut out: Vec<String> = file.parts().iter().flat_map(|part| second_reader::differences(part)).collect();
     for tensor in file.tensors() {
         interrupt::check()?;
         let (count, first) = scan(tensor);

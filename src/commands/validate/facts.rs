@@ -1,6 +1,7 @@
 //! What files tell, and what modules put out.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -14,6 +15,8 @@ use crate::cli::print::Printer;
 use crate::evaluate::integrity::{self, Integrity, WeightError};
 use crate::evaluate::modules;
 use crate::format;
+use crate::format::gguf::read::GgufFile;
+use crate::format::gguf::second_reader;
 use crate::format::manifest::Manifest;
 use crate::model::config::ModelConfig;
 use crate::pipeline::observer::Progress;
@@ -51,6 +54,7 @@ pub fn files(report: &mut Report, artifact: &Located, reference: &Located, print
         },
         message: finding.message,
     }));
+    report.checks.extend(read_by_gguf_rs(&artifact.dir));
     let mut weights = Weights::new();
     if let Some(accounting) = accounting {
         weights.extend(accounting.weights.iter().map(|weight| (weight.module.clone(), weight.clone())));
@@ -69,6 +73,17 @@ pub fn files(report: &mut Report, artifact: &Located, reference: &Located, print
         });
     }
     Ok(weights)
+}
+
+/// Whether gguf-rs reads a GGUF file alike; `None` for folders, and for files that are damaged.
+fn read_by_gguf_rs(path: &Path) -> Option<Check> {
+    let file = GgufFile::open(path).ok().filter(|_| format::is_file(path))?;
+    let mut differences = file.parts().iter().flat_map(|part| second_reader::differences(part));
+    let (status, message) = match differences.next() {
+        Some(first) => (Status::Fail, first),
+        None => (Status::Pass, "gguf-rs reads the same keys and tensors".to_string()),
+    };
+    Some(Check { id: "second-reader".into(), status, message })
 }
 
 /// What the artifact says that its method saw of each module, and whether that was enough: of fewer tokens than it has

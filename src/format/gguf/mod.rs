@@ -19,6 +19,7 @@ pub mod read;
 mod readme;
 pub mod restore;
 pub mod restore_tokenizer;
+pub mod second_reader;
 pub mod select;
 pub mod sentencepiece;
 pub mod source;
