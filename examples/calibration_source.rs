@@ -3,6 +3,8 @@
 //!
 //!     cargo run --release --example calibration_source OUT < lines.txt
 
+#![allow(clippy::print_stdout)]
+
 use std::io::Read;
 
 use quantkit::calibration::{BosMode, Calibrated, CalibrationRecord, ids_sha256, sha256_bytes};

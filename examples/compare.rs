@@ -2,6 +2,8 @@
 //!
 //!     cargo run --release --example compare MODEL OTHER
 
+#![allow(clippy::print_stdout)]
+
 use quantkit::{Corpus, Measurement, Reporter, cpu, locate, open, perplexity};
 
 fn main() -> quantkit::Result<()> {

@@ -2,6 +2,8 @@
 //!
 //!     cargo run --release --example quantize [MODEL] OUT
 
+#![allow(clippy::print_stdout)]
+
 use quantkit::{GroupSize, ModelSource, Quantization, Reporter, cpu, locate};
 
 fn main() -> quantkit::Result<()> {

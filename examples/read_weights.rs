@@ -2,6 +2,8 @@
 //!
 //!     cargo run --release --example read_weights MODEL
 
+#![allow(clippy::print_stdout)]
+
 use quantkit::{ModelSource, Reporter, cpu, locate, open};
 
 fn main() -> quantkit::Result<()> {
