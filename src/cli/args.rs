@@ -19,7 +19,7 @@ use super::spec::{DraftArgs, SpecArgs};
 use super::validation::{KvArgs, ValidateArgs};
 use crate::evaluate::windows::Convention;
 use crate::model::tokenizer::BosMode;
-use crate::pipeline::options::OnMisfit;
+use crate::pipeline::options::{Evaluation, OnMisfit};
 use crate::pipeline::source::ModelSource;
 use crate::quantize::order::Order;
 use crate::quantize::scale_search::ScaleSearch;
@@ -248,6 +248,19 @@ pub struct OutputArgs {
     /// Refuse what this consumer does not load, e.g. vllm-0.33; see `quantkit list`
     #[arg(long = "for", value_name = "CONSUMER")]
     pub consumers: Vec<String>,
+    #[command(flatten)]
+    pub evaluation: EvaluationArgs,
+    /// BOS in calibration and evaluation
+    #[arg(long, default_value = "auto", value_parser = parse_bos)]
+    pub bos: BosMode,
+    /// One JSON object on stdout, nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The perplexities before and after.
+#[derive(Clone, Debug, Args)]
+pub struct EvaluationArgs {
     /// Do not measure perplexity before and after
     #[arg(long)]
     pub no_eval: bool,
@@ -260,12 +273,15 @@ pub struct OutputArgs {
     /// Exit with 1 if the perplexity rises by more than this many percent; the artifact is written all the same
     #[arg(long, value_name = "PERCENT", conflicts_with = "no_eval", value_parser = parse_amount)]
     pub max_increase: Option<f64>,
-    /// BOS in calibration and evaluation
-    #[arg(long, default_value = "auto", value_parser = parse_bos)]
-    pub bos: BosMode,
-    /// One JSON object on stdout, nothing else
-    #[arg(long)]
-    pub json: bool,
+}
+
+impl EvaluationArgs {
+    /// What is measured, if anything is.
+    pub fn settled(&self) -> Option<Evaluation> {
+        let usual = Evaluation::default().windows;
+        let windows = self.eval_windows.map_or(usual, |windows| windows as usize);
+        (!self.no_eval).then(|| Evaluation { text: self.eval_text.clone(), windows })
+    }
 }
 
 #[derive(Debug, Args)]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::args::ModelArgs;
+use super::args::{EvaluationArgs, ModelArgs};
 use super::parse::{parse_count, parse_file_type, parse_ggml_type};
 use crate::format::gguf::file_type::FileType;
 use crate::num::ggml::GgmlType;
@@ -57,6 +57,8 @@ pub struct GgufArgs {
     /// Several files of at most this size: a number of bytes, or one with M or G
     #[arg(long, value_name = "SIZE")]
     pub split_max_size: Option<String>,
+    #[command(flatten)]
+    pub evaluation: EvaluationArgs,
     /// Name of the pre-tokenizer, where neither tokenizer.json nor the GGUF file says which it is
     #[arg(long, value_name = "NAME")]
     pub pre: Option<String>,

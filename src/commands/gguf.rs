@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::accounted;
 use super::device::backend;
+use super::quantize::summary::{gate, perplexities};
 use crate::backend::cuda::CudaOptions;
 use crate::cli::args::{ConvertArgs, ConvertTo, FloatArg, GgufArgs, ImatrixArgs, ImatrixForm};
 use crate::cli::print::Printer;
@@ -43,6 +44,7 @@ fn options(args: &GgufArgs) -> Result<GgufOptions> {
         pure: args.pure,
         no_fallback: args.no_fallback,
         max_part_bytes,
+        evaluation: args.evaluation.settled(),
         pre: args.pre.clone(),
     })
 }
@@ -54,7 +56,7 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     let device = backend(&args.model.device, CudaOptions::default(), printer)?;
     let made = gguf::write(&options, &located, device, printer)?;
     let names: Vec<String> = made.files.iter().map(|f| f.display().to_string()).collect();
-    let object = json!({
+    let mut object = json!({
         "files": names,
         "type": args.kind.name(),
         "bytes": made.bytes,
@@ -63,7 +65,6 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
         "tensors": made.kinds.iter().map(|(name, count)| (name.to_string(), json!(count))).collect::<serde_json::Map<_, _>>(),
         "seconds": began.elapsed().as_secs_f64(),
     });
-    printer.object(&accounted(object, made.unread.as_ref()))?;
     let listed = made.kinds.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ");
     printer.text(format!(
         "wrote {}: {}, {:.2} bits per weight; tensors: {listed}",
@@ -81,7 +82,14 @@ pub fn run(args: &GgufArgs, printer: Printer) -> Result<()> {
     if let Some(unread) = &made.unread {
         printer.text(format!("left out: {unread}"))?;
     }
-    Ok(())
+    let instead = "leave --imatrix and --error-feedback out";
+    let rose = made
+        .perplexity
+        .as_ref()
+        .map(|measured| perplexities(args.kind.name(), measured, &args.evaluation, instead, &mut object, printer));
+    let rose = rose.transpose()?;
+    printer.object(&accounted(object, made.unread.as_ref()))?;
+    gate(rose, &args.evaluation, &made.files[0])
 }
 
 /// What [`run`] would take.

@@ -192,14 +192,22 @@ pub fn refuse_foreign(path: &Path) -> Result<(), FormatError> {
 
 /// Opens a model that is one file: GGUF.
 pub fn open_file(path: &Path) -> Result<Opened, FormatError> {
-    let source = gguf::source::GgufSource::open(path)?;
+    Ok(opened(gguf::source::GgufSource::open(path)?))
+}
+
+/// Opens a GGUF model that was just written, before its `parts` have their names; it is called `path`.
+///
+/// # Errors
+///
+/// When the parts are not a model.
+pub fn open_gguf_parts(path: &Path, parts: &[PathBuf]) -> Result<Opened, FormatError> {
+    let file = gguf::read::GgufFile::open_parts(path, parts).map_err(gguf::source::GgufError::from)?;
+    Ok(opened(gguf::source::GgufSource::of(path, &file)?))
+}
+
+fn opened(source: gguf::source::GgufSource) -> Opened {
     let warnings = source.warnings().to_vec();
-    Ok(Opened {
-        method: source.is_quantized().then_some("gguf"),
-        source: Box::new(source),
-        quantization: None,
-        warnings,
-    })
+    Opened { method: source.is_quantized().then_some("gguf"), source: Box::new(source), quantization: None, warnings }
 }
 
 /// Indented JSON with a closing newline, as model folders hold it.

@@ -1,11 +1,16 @@
 //! Perplexity of opened models.
 
+use std::path::Path;
+
 use anyhow::{Result, bail};
 
+use super::failure::CheckFailed;
 use super::observer::Reporter;
-use super::open::Runnable;
+use super::open::{Runnable, corpus};
+use super::options::Evaluation;
 use crate::calibrate::corpus::Corpus;
 use crate::engine::score;
+use crate::evaluate::finite::DAMAGED;
 use crate::evaluate::perplexity::{BATCH_TOKENS, Measured, Request, measure};
 use crate::evaluate::windows::{Convention, plan};
 use crate::model::block::Chunk;
@@ -35,6 +40,67 @@ impl<'a> Measurement<'a> {
     /// told from one with text after it.
     pub fn tokens(&self, window: usize) -> usize {
         self.max_windows.map_or(usize::MAX, |most| most.saturating_mul(window).saturating_add(2))
+    }
+}
+
+/// The text of the perplexities before and after, long enough for at least one window.
+pub struct EvaluationText<'a> {
+    evaluation: &'a Evaluation,
+    corpus: Corpus,
+    bos: BosMode,
+}
+
+impl<'a> EvaluationText<'a> {
+    /// Opens the text for `model`.
+    ///
+    /// # Errors
+    ///
+    /// When the text cannot be read or is too short.
+    pub fn open(evaluation: &'a Evaluation, bos: BosMode, model: &Runnable) -> Result<Self> {
+        let corpus = corpus(evaluation.text.as_deref(), Corpus::heldout, model.model.checkpoint())?;
+        let text = Self { evaluation, corpus, bos };
+        check_measurement(model, &text.measurement(model))?;
+        Ok(text)
+    }
+
+    /// How `model` is measured on it.
+    pub fn measurement(&self, model: &Runnable) -> Measurement<'_> {
+        Measurement {
+            corpus: &self.corpus,
+            convention: Convention::Gptq,
+            window: Some(512.min(model.model.config.max_positions)),
+            max_windows: Some(self.evaluation.windows),
+            bos: self.bos,
+        }
+    }
+
+    /// The perplexity of the source, which has to be finite.
+    ///
+    /// # Errors
+    ///
+    /// When it is not.
+    pub fn before(&self, source: &Runnable, dir: &Path, reporter: &Reporter) -> Result<Measured> {
+        let measured = perplexity(source, &self.measurement(source), "before", reporter)?;
+        match &measured.result.reason {
+            None => Ok(measured),
+            Some(reason) => bail!(CheckFailed(format!(
+                "the source `{}` itself: {reason}: {DAMAGED}; `--no-eval` quantizes it unmeasured",
+                dir.display()
+            ))),
+        }
+    }
+
+    /// The perplexity of an artifact that has no name yet.
+    ///
+    /// # Errors
+    ///
+    /// When it is not finite.
+    pub fn after(&self, artifact: &Runnable, reporter: &Reporter) -> Result<Measured> {
+        let measured = perplexity(artifact, &self.measurement(artifact), "after", reporter)?;
+        match &measured.result.reason {
+            None => Ok(measured),
+            Some(reason) => bail!(CheckFailed(format!("the artifact: {reason}; nothing was written"))),
+        }
     }
 }
 

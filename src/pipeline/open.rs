@@ -10,8 +10,8 @@ use super::observer::Reporter;
 use crate::backend::Backend;
 use crate::calibrate::corpus::{Corpus, RenderChat};
 use crate::checkpoint::Checkpoint;
-use crate::format;
 use crate::format::manifest::Manifest;
+use crate::format::{self, Opened};
 use crate::model::Model;
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::presence::Unread;
@@ -110,8 +110,11 @@ pub fn open(dir: &Path, backend: Arc<dyn Backend>, reporter: impl Into<Reporter>
 
 /// The same for what was just made of a model that [`open`] reported on.
 pub fn open_made(dir: &Path, backend: Arc<dyn Backend>, reporter: impl Into<Reporter>) -> Result<Runnable> {
-    let reporter = reporter.into();
-    let opened = format::open_path(dir)?;
+    made_of(format::open_path(dir)?, dir, backend, reporter.into())
+}
+
+/// The same for weights that are open; messages call the model `dir`.
+pub(super) fn made_of(opened: Opened, dir: &Path, backend: Arc<dyn Backend>, reporter: Reporter) -> Result<Runnable> {
     for warning in opened.source.checkpoint().notes().iter().chain(&opened.warnings) {
         reporter.warn(warning);
     }

@@ -8,7 +8,7 @@ mod companions;
 mod divergence;
 mod evaluate;
 mod generate;
-mod gguf;
+pub mod gguf;
 mod gguf_options;
 mod inspect;
 mod interruption;

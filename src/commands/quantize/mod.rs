@@ -1,6 +1,6 @@
 //! `quantkit gptq`, `rtn`, `awq`, `smoothquant` and `fp8`: from the command line to a method, and what is said of the artifact.
 
-mod summary;
+pub mod summary;
 
 use anyhow::{Context, Result, bail};
 
@@ -14,7 +14,7 @@ use crate::cli::methods::{
 use crate::cli::print::Printer;
 use crate::format::layout::{InputsKind, KvScales, Tile};
 use crate::pack::gptq::Version;
-use crate::pipeline::options::{Evaluation, OutputOptions, Resume, Selection, TextCalibration};
+use crate::pipeline::options::{OutputOptions, Resume, Selection, TextCalibration};
 use crate::pipeline::quantize::{Forecast, Form, Quantization};
 use crate::pipeline::source::locate;
 use crate::quantize::gptq::{GptqOptions, PassOptions};
@@ -38,7 +38,7 @@ impl Prepared<'_> {
         let located = locate(self.model, self.printer)?;
         let backend = backend(&self.model.device, CudaOptions::default(), self.printer)?;
         let made = self.quantization.run(&located, backend, self.printer)?;
-        summary::conclude(&self.quantization.method, &made, self.output, self.printer)
+        summary::conclude(&self.quantization.method, &made, &self.output.evaluation, self.printer)
     }
 
     /// What that would take.
@@ -102,10 +102,7 @@ fn quantization(
             max_shard_bytes: output.max_shard_size * 1_000_000,
             consumers: output.consumers.clone(),
         },
-        evaluation: (!output.no_eval).then(|| Evaluation {
-            text: output.eval_text.clone(),
-            windows: output.eval_windows.map_or(Evaluation::default().windows, |windows| windows as usize),
-        }),
+        evaluation: output.evaluation.settled(),
         bos: output.bos,
     })
 }

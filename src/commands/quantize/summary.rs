@@ -1,9 +1,11 @@
 //! What is said of an artifact, to people and to programs.
 
+use std::path::Path;
+
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use crate::cli::args::OutputArgs;
+use crate::cli::args::EvaluationArgs;
 use crate::cli::print::Printer;
 use crate::evaluate::perplexity::{Perplexity, peak_rss_bytes};
 use crate::num::size::bytes;
@@ -13,33 +15,38 @@ use crate::pipeline::source::file_name;
 use crate::recipe::Method;
 
 /// Reports on the artifact, and compares it with the limit that the user set.
-pub fn conclude(method: &Method, made: &Outcome, output: &OutputArgs, printer: Printer) -> Result<()> {
+pub fn conclude(method: &Method, made: &Outcome, evaluation: &EvaluationArgs, printer: Printer) -> Result<()> {
     let mut object = json(made);
     object["peak_rss_bytes"] = peak_rss_bytes().into();
     for line in lines(made) {
         printer.text(line)?;
     }
-    let mut too_much = None;
-    if let Some(measured) = &made.perplexity {
-        let rose = perplexities(method, measured, output, &mut object, printer)?;
-        too_much = output.max_increase.filter(|limit| rose > *limit).map(|limit| (rose, limit));
-    }
+    let measured = made.perplexity.as_ref();
+    let rose = measured
+        .map(|measured| perplexities(&method.name, measured, evaluation, "take `quantkit rtn`", &mut object, printer));
+    let rose = rose.transpose()?;
     printer.object(&object)?;
-    match too_much {
+    gate(rose, evaluation, &made.target)
+}
+
+/// An error where the perplexity rose by more percent than the user allows.
+pub fn gate(rose: Option<f64>, evaluation: &EvaluationArgs, target: &Path) -> Result<()> {
+    match rose.zip(evaluation.max_increase).filter(|(rose, limit)| rose > limit) {
         Some((change, limit)) => Err(CheckFailed(format!(
             "the perplexity rose by {change:.2} %, more than the {limit} % of --max-increase; the artifact is in `{}` all the same",
-            made.target.display()
+            target.display()
         ))
         .into()),
         None => Ok(()),
     }
 }
 
-/// Prints the perplexities, and gives the increase in percent.
-fn perplexities(
-    method: &Method,
+/// Prints the perplexities, and gives the increase in percent; `instead` is what to do where plain rounding is better.
+pub fn perplexities(
+    method: &str,
     measured: &Perplexities,
-    output: &OutputArgs,
+    evaluation: &EvaluationArgs,
+    instead: &str,
     object: &mut Value,
     printer: Printer,
 ) -> Result<f64> {
@@ -53,7 +60,7 @@ fn perplexities(
     let beside = control.map_or(String::new(), |control| {
         format!("; plain rounding {:.4} ({:+.2} %)", control.perplexity, change(control))
     });
-    let text = output.eval_text.as_deref().map_or("the built-in held-out text".into(), file_name);
+    let text = evaluation.eval_text.as_deref().map_or("the built-in held-out text".into(), file_name);
     printer.text(format!(
         "perplexity {:.4} before, {:.4} after ({rose:+.2} %){beside}, {} tokens of {text}, convention {convention}, BOS {}",
         before.perplexity, after.perplexity, before.tokens, before.bos,
@@ -64,8 +71,7 @@ fn perplexities(
         object["loses_to_rtn"] = loses.into();
         if loses {
             printer.warn(format!(
-                "on this model {} does worse than plain rounding at the same bits: look at the calibration text, or take `quantkit rtn`",
-                method.name
+                "on this model {method} does worse than plain rounding at the same bits: look at the calibration text, or {instead}"
             ));
         }
     }

@@ -84,7 +84,7 @@ pub fn step(reader: &Reader, value: &Spanned<DeValue<'_>>, place: &Place, everyw
     let mut argv: Vec<String> = vec!["quantkit".into(), method.clone()];
     argv.extend(place.source.revision.iter().map(|revision| format!("--revision={revision}")));
     argv.push(format!("--out={}", target.display()));
-    argv.extend((!gguf).then(|| "--no-eval".to_string()));
+    argv.push("--no-eval".into());
     if table.get("device").is_none() {
         argv.push(format!("--device={}", place.device));
     }

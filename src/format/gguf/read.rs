@@ -218,6 +218,31 @@ impl GgufFile {
         Ok((file, damage))
     }
 
+    /// Opens the parts of a model in their order, whatever the names of the files. `name` is what the model is called.
+    ///
+    /// # Errors
+    ///
+    /// When a part cannot be read, is cut off, or is another part than its place says.
+    pub fn open_parts(name: &Path, paths: &[PathBuf]) -> Result<Self, ReadError> {
+        let mut parts = Vec::with_capacity(paths.len());
+        for (number, path) in (1..).zip(paths) {
+            let part = if number == 1 { open_part(path)? } else { further_part(path, number, paths.len() as u64)? };
+            parts.push(part);
+        }
+        if let Some((path, problem)) =
+            paths.iter().zip(&mut parts).find_map(|(path, part)| Some((path, part.cut.take()?)))
+        {
+            return Err(ReadError { path: path.clone(), problem });
+        }
+        let mut parts = parts.into_iter();
+        let fail = |problem| ReadError { path: name.into(), problem };
+        let first = parts.next().ok_or_else(|| fail(io::Error::from(io::ErrorKind::NotFound).into()))?;
+        let mut metadata = first.metadata;
+        metadata.retain(|key| !key.starts_with("split."));
+        let tensors = first.tensors.into_iter().chain(parts.flat_map(|part| part.tensors)).collect();
+        Self::of_parts(name, first.version, metadata, tensors, paths.to_vec()).map_err(fail)
+    }
+
     fn of_parts(
         path: &Path,
         version: u32,

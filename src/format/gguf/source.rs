@@ -54,7 +54,12 @@ impl GgufSource {
         Ok((checkpoint, warnings))
     }
 
-    fn of(path: &Path, file: &GgufFile) -> Result<Self, GgufError> {
+    /// The model of an open file that is called `path`.
+    ///
+    /// # Errors
+    ///
+    /// When its metadata do not describe a model of a known family.
+    pub fn of(path: &Path, file: &GgufFile) -> Result<Self, GgufError> {
         let metadata = file.metadata();
         let name = |why| GgufError::Name { path: path.into(), why };
         let broken = |why| GgufError::Metadata { path: path.into(), why };

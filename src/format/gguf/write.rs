@@ -394,9 +394,12 @@ impl Writer {
         Ok(())
     }
 
-    /// Makes everything durable and gives the files their names, the first part last, so that whoever finds it finds
-    /// all; earlier parts of these names are replaced all or none. Returns the paths.
-    pub fn finish(mut self) -> Result<Vec<PathBuf>, WriteError> {
+    /// Makes everything durable, and gives the paths under which the parts can be read until [`Writer::finish`] names them.
+    ///
+    /// # Errors
+    ///
+    /// When a tensor is missing, or a file cannot be written.
+    pub fn close(&mut self) -> Result<Vec<PathBuf>, WriteError> {
         if let Some(spec) = self.next() {
             let path = self.plan.parts[self.files.len() - 1].path.clone();
             return Err(WriteError::Unfinished { missing: spec.name.clone(), path });
@@ -405,6 +408,17 @@ impl Writer {
             let synced = hidden.file.flush().and_then(|()| hidden.file.get_ref().sync_all());
             synced.map_err(|source| WriteError::Io { path: part.path.clone(), source })?;
         }
+        Ok(self.files.iter().map(|hidden| hidden.path.clone()).collect())
+    }
+
+    /// Makes everything durable and gives the files their names, the first part last, so that whoever finds it finds
+    /// all; earlier parts of these names are replaced all or none. Returns the paths.
+    ///
+    /// # Errors
+    ///
+    /// When a tensor is missing, a file cannot be written, or one that may not be replaced is in the way.
+    pub fn finish(mut self) -> Result<Vec<PathBuf>, WriteError> {
+        self.close()?;
         self.plan.paths().try_for_each(|path| require_free(path, self.replaces))?;
         let files: Vec<(&Path, &Path)> = self.files.iter().map(|hidden| &*hidden.path).zip(self.plan.paths()).collect();
         parts::put(&files).map_err(|source| WriteError::Io { path: self.plan.parts[0].path.clone(), source })?;

@@ -7,6 +7,7 @@ mod forecast;
 mod importance;
 mod output;
 mod plan;
+mod proof;
 mod tensors;
 mod text;
 
@@ -17,8 +18,11 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 
 use super::few_tokens::{self, Found};
+use super::measure::EvaluationText;
 use super::observer::Reporter;
 use super::open::{Runnable, open};
+use super::options::Evaluation;
+use super::quantize::Perplexities;
 use super::source::Located;
 use crate::backend::Backend;
 use crate::format::gguf::file_type::FileType;
@@ -27,6 +31,7 @@ use crate::format::gguf::names::Architecture;
 use crate::format::gguf::select::Choice;
 use crate::format::gguf::write::{ImportanceNote, Plan, TensorSpec, Writer, quantized_metadata};
 use crate::model::presence::Unread;
+use crate::model::tokenizer::BosMode;
 use crate::num::ggml::GgmlType;
 pub use convert::{ConversionOptions, Converted, convert};
 pub use forecast::forecast;
@@ -65,6 +70,8 @@ pub struct GgufOptions {
     pub no_fallback: bool,
     /// Bytes of a part; one file where there is none.
     pub max_part_bytes: Option<u64>,
+    /// Perplexity before and after; `None` measures nothing.
+    pub evaluation: Option<Evaluation>,
     /// The name of the pre-tokenizer, where the source does not say which it is.
     pub pre: Option<String>,
 }
@@ -87,6 +94,7 @@ impl GgufOptions {
             pure: false,
             no_fallback: false,
             max_part_bytes: None,
+            evaluation: Some(Evaluation::default()),
             pre: None,
         }
     }
@@ -112,6 +120,8 @@ pub struct GgufOutcome {
     /// How many tensors have each type, in the order of the file.
     pub kinds: Vec<(&'static str, usize)>,
     pub unread: Option<Unread>,
+    /// `None` where nothing was to be measured.
+    pub perplexity: Option<Perplexities>,
 }
 
 /// Writes `source` as a GGUF file.
@@ -135,6 +145,7 @@ pub fn write(
     if (options.calib.is_some() || options.chunks.is_some()) && !auto && !options.error_feedback {
         bail!("--calib and --chunks are for `--imatrix auto` and `--error-feedback`");
     }
+    let text = options.evaluation.as_ref().map(|how| EvaluationText::open(how, BosMode::Auto, &source)).transpose()?;
     reporter.stoppable();
     let model = &source.model;
     let architecture = Architecture::of(model.config.family)?;
@@ -145,6 +156,7 @@ pub fn write(
     }
     let choices = plan::choose(&all, &source, architecture, options, reporter)?;
     let planned = plan::planned(&all, &choices)?;
+    let before = text.as_ref().map(|text| text.before(&source, &located.dir, reporter)).transpose()?;
     let imatrix = importance(options, &source, &planned, reporter)?;
     if planned.iter().any(|(tensor, kind)| tensor.stored != *kind) {
         // What the source says of its importance is not true of this file.
@@ -176,13 +188,25 @@ pub fn write(
         calibrated::run(model, architecture, &windows, &mut output)?;
     }
     output.put_through(i64::MAX, &BTreeMap::new())?;
-    let Output { writer, steps, .. } = output;
+    let Output { mut writer, steps, .. } = output;
     drop(steps);
+    let parts = writer.close()?;
+    parts.iter().for_each(|part| reporter.renamed(part, &out));
+    let artifact = proof::read_back(&out, &parts, &source)?;
+    let beside = imatrix.is_some() || options.error_feedback;
+    let perplexity = text
+        .as_ref()
+        .zip(before)
+        .map(|(text, before)| proof::measured(text, before, &source, &artifact, beside, reporter));
+    let perplexity = perplexity.transpose()?;
+    reporter.check()?;
+    // Only what has passed gets the name.
+    drop(artifact);
     let files = writer.finish()?;
     if options.overwrite {
         plan::remove_earlier(&out, &files, &located.dir, reporter)?;
     }
-    Ok(outcome(files, size, &planned, &choices, source.unread))
+    Ok(GgufOutcome { perplexity, ..outcome(files, size, &planned, &choices, source.unread) })
 }
 
 fn warn_of_lost_precision(options: &GgufOptions, source: &Runnable, located: &Located, reporter: &Reporter) {
@@ -228,6 +252,7 @@ fn outcome(
         share_changed: changed as f64 / total.max(1) as f64,
         kinds,
         unread,
+        perplexity: None,
     }
 }
 

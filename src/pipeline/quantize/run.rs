@@ -4,15 +4,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use serde_json::{Value, json};
 
 use super::super::failure::{Category, CheckFailed, category};
 use super::super::few_tokens::{self, Found};
-use super::super::measure::{Measurement, check_measurement, perplexity};
+use super::super::measure::EvaluationText;
 use super::super::observer::Reporter;
-use super::super::open::{Runnable, corpus, open, open_made};
-use super::super::options::{Evaluation, Resume};
+use super::super::open::{Runnable, open, open_made};
+use super::super::options::Resume;
 use super::super::source::Located;
 use super::calibration::Calibrated;
 use super::control::{control, is_control, plain};
@@ -22,11 +22,8 @@ use super::settle::{Settled, outside, refuse_non_finite, refuse_quantized};
 use super::work::{self, ModuleReport, Work, blocks};
 use super::{Quantization, artifact, memory};
 use crate::backend::Backend;
-use crate::calibrate::corpus::Corpus;
 use crate::calibrate::driver;
-use crate::evaluate::finite::DAMAGED;
 use crate::evaluate::perplexity::Measured;
-use crate::evaluate::windows::Convention;
 use crate::format::atomic::{OutputFolder, require_space};
 use crate::format::consumers::Module;
 use crate::format::layout::Description;
@@ -52,7 +49,7 @@ struct Run<'a> {
     config: Value,
     calibrated: Option<Calibrated>,
     /// The text of the perplexities.
-    text: Option<(&'a Evaluation, Corpus)>,
+    text: Option<EvaluationText<'a>>,
 }
 
 /// The places that a run writes to, and the record of it.
@@ -87,12 +84,10 @@ impl Quantization {
 
         let clock = Instant::now();
         // A model that cannot be measured is found before the long part of the work.
-        let before = run.measured(&run.original, "before")?;
-        if let Some(reason) = before.as_ref().and_then(|before| before.result.reason.as_ref()) {
-            let dir = source.dir.display();
-            let failed = format!("the source `{dir}` itself: {reason}: {DAMAGED}; `--no-eval` quantizes it unmeasured");
-            return Err(run.stopped(CheckFailed(failed).into(), begun.work));
-        }
+        let before = match run.text.as_ref().map(|text| text.before(&run.original, &source.dir, reporter)).transpose() {
+            Ok(before) => before,
+            Err(error) => return Err(run.stopped(error, begun.work)),
+        };
         seconds.measuring = clock.elapsed().as_secs_f64();
 
         run.announce();
@@ -156,9 +151,7 @@ impl<'a> Run<'a> {
         }
         let mut run = Self { how, reporter, target, original, settled, config, calibrated, text: None };
         if let Some(evaluation) = &how.evaluation {
-            let text = corpus(evaluation.text.as_deref(), Corpus::heldout, run.original.model.checkpoint())?;
-            check_measurement(&run.original, &run.measurement(&run.original, evaluation, &text))?;
-            run.text = Some((evaluation, text));
+            run.text = Some(EvaluationText::open(evaluation, how.bos, &run.original)?);
         }
         Ok(run)
     }
@@ -258,10 +251,7 @@ impl<'a> Run<'a> {
         seconds.writing = clock.elapsed().as_secs_f64();
         let artifact = read_back(begun.folder.path(), self.original.model.backend_handle(), self.reporter)?;
         let clock = Instant::now();
-        let after = self.measured(&artifact, "after")?;
-        if let Some(reason) = after.as_ref().and_then(|after| after.result.reason.as_ref()) {
-            bail!(CheckFailed(format!("the artifact: {reason}; nothing was written")));
-        }
+        let after = self.text.as_ref().map(|text| text.after(&artifact, self.reporter)).transpose()?;
         let control = self.control()?;
         self.reporter.check()?;
         seconds.measuring += clock.elapsed().as_secs_f64();
@@ -270,10 +260,8 @@ impl<'a> Run<'a> {
 
     /// The perplexity of plain rounding, unless the artifact is that.
     fn control(&self) -> Result<Option<Measured>> {
-        let Some((evaluation, text)) = self.text.as_ref().filter(|_| !is_control(&self.how.method)) else {
-            return Ok(None);
-        };
-        let how = self.measurement(&self.original, evaluation, text);
+        let Some(text) = self.text.as_ref().filter(|_| !is_control(&self.how.method)) else { return Ok(None) };
+        let how = text.measurement(&self.original);
         let plain = plain(&self.how.method);
         let layout = self.how.form.layout(&plain, self.settled.version);
         match control(&self.original, &plain, &self.settled.modules, &*layout, &how, self.reporter) {
@@ -358,21 +346,6 @@ impl<'a> Run<'a> {
             };
             self.reporter.warn(format!("only {} are free on {}; {what}", bytes(free), backend.device()));
         }
-    }
-
-    fn measurement<'t>(&self, runnable: &Runnable, evaluation: &Evaluation, text: &'t Corpus) -> Measurement<'t> {
-        Measurement {
-            corpus: text,
-            convention: Convention::Gptq,
-            window: Some(512.min(runnable.model.config.max_positions)),
-            max_windows: Some(evaluation.windows),
-            bos: self.how.bos,
-        }
-    }
-
-    fn measured(&self, runnable: &Runnable, what: &str) -> Result<Option<Measured>> {
-        let Some((evaluation, text)) = &self.text else { return Ok(None) };
-        perplexity(runnable, &self.measurement(runnable, evaluation, text), what, self.reporter).map(Some)
     }
 }
 

@@ -6,6 +6,7 @@ use half::f16;
 use serde_json::Value;
 
 use super::gptq;
+use crate::end_to_end::gguf::byte_level_tokenizer;
 use crate::support::scene::{Scene, Stored};
 
 /// Overwrites elements of an f16 tensor.
@@ -185,6 +186,11 @@ fn infinite_perplexity_fails_every_measurement() {
     measured(&kl, &["on eval.txt of the artifact the perplexity is infinite", "the reference has"]);
     fs::remove_dir_all(scene.path("report")).unwrap();
     scene.run(&validate).ended(1).says(&["of the artifact the perplexity is infinite"]);
+
+    shouting(&scene);
+    scene.write("model/tokenizer.json", byte_level_tokenizer());
+    let gguf = ["gguf", "model", "--type", "Q8_0", "-o", "x.gguf", "--eval-text", "eval.txt", "--eval-windows", "1"];
+    scene.fails(&gguf, 1, &["the source `model` itself: the perplexity is infinite"]);
 }
 
 /// Few tokens leave a Hessian without full rank, and statistics to chance.

@@ -20,6 +20,33 @@ fn kinds(path: &Path) -> Vec<(String, GgmlType)> {
     GgufFile::open(path).unwrap().tensors().iter().map(|t| (t.name.clone(), t.kind)).collect()
 }
 
+/// What is written is read back and measured: the source, the file, and the same types without importance.
+#[test]
+fn files_are_measured_and_judged() {
+    let scene = Scene::demo();
+    let gguf = |kind: &str, out: &str, more: &[&str]| {
+        scene.run(&[&["gguf", "--type", kind, "-o", out, "--eval-windows", "2", "--json"], more].concat())
+    };
+    let of = |value: &serde_json::Value, key: &str| value[key]["perplexity"].as_f64().unwrap();
+    let again = |model: &[&str]| {
+        let args = [&["eval", "ppl"], model, &["--max-windows", "2", "--json"]].concat();
+        scene.run(&args).ok().json()["perplexity"].as_f64().unwrap()
+    };
+    let plain = gguf("Q4_0", "plain.gguf", &[]).ok().json();
+    assert_eq!((of(&plain, "perplexity_before"), of(&plain, "perplexity_after")), (again(&[]), again(&["plain.gguf"])));
+    assert!(plain["perplexity_rtn"].is_null() && plain["loses_to_rtn"].is_null(), "{plain}");
+    // Plain rounding beside importance is the file without it.
+    let weighed = gguf("Q4_0", "weighed.gguf", &["--imatrix", "auto", "--chunks", "2"]).ok().json();
+    assert_eq!(of(&weighed, "perplexity_after"), again(&["weighed.gguf"]));
+    assert_eq!(of(&weighed, "perplexity_rtn"), of(&plain, "perplexity_after"));
+    assert!(weighed["loses_to_rtn"].is_boolean(), "{weighed}");
+    // A split file, and one that is worse than the user allows: it is written all the same.
+    gguf("Q4_0", "split.gguf", &["--split-max-size", "1M"]).ok();
+    gguf("Q2_K", "bad.gguf", &["--max-increase", "0.01"]).ended(1).says(&["more than the 0.01 %", "`bad.gguf`"]);
+    assert!(again(&["bad.gguf"]) > again(&[]));
+    assert!(scene.listing().keys().all(|name| !name.starts_with('.')));
+}
+
 /// Every kind of type: what it costs in perplexity is bounded, and F16 costs nothing.
 #[test]
 fn types_of_the_demo_checkpoint() {
