@@ -51,7 +51,7 @@
 //! ```text
 //!     commands ─ cli           pipeline        recipe
 //! checkpoint ─► model ─► calibrate ─► quantize ─► pack ─► format ─► engine ─► evaluate ─► report
-//!   hub
+//!   hub                                                          integrity
 //!                  backend     num     tensor     scheme
 //! ```
 //!
@@ -66,6 +66,7 @@ pub mod engine;
 pub mod evaluate;
 pub mod format;
 pub mod hub;
+pub mod integrity;
 pub mod model;
 pub mod num;
 pub mod pack;

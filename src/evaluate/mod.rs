@@ -5,7 +5,6 @@ pub mod baseline;
 pub mod cache_error;
 pub mod divergence;
 pub mod finite;
-pub mod integrity;
 pub mod logits_file;
 pub mod modules;
 pub mod perplexity;

@@ -6,9 +6,9 @@ use std::fs;
 use std::path::Path;
 
 use half::f16;
-use quantkit::evaluate::integrity::{Fate, Finding, Integrity, Status, check};
 use quantkit::format::gguf::read::GgufFile;
 use quantkit::format::manifest::{self, Manifest, hash_files};
+use quantkit::integrity::{Fate, Finding, Integrity, Status, check};
 use quantkit::num::bits;
 use quantkit::tensor::{bytes_to_words, words_to_bytes};
 use safetensors::serialize;
