@@ -22,7 +22,7 @@ fn main() -> quantkit::Result<()> {
         println!("{name}: perplexity {:.3}", measured.result.perplexity);
     }
     for (number, (a, b)) in first.windows.iter().zip(&second.windows).enumerate() {
-        println!("window {number}: {:+.4} nats per token", (b.sum - a.sum) / a.count as f64);
+        println!("window {number}: {:+.4} nats per token", (b.nats - a.nats) / a.tokens as f64);
     }
     Ok(())
 }

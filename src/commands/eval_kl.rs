@@ -15,7 +15,7 @@ use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::evaluate::baseline::{
-    self, CorpusRecord, Header, Reader, ReferenceRecord, Settings, Writer, tokenizer_sha256,
+    BaselineCorpus, CorpusRecord, Header, Reader, ReferenceRecord, Settings, Writer, tokenizer_sha256,
 };
 use crate::evaluate::divergence::{Divergence, KlBound, Reference, measure};
 use crate::evaluate::finite;
@@ -197,7 +197,7 @@ fn against_model(
         };
         let keep = Reference::Keep { model: &reference.model, settings, records: &mut records };
         figures.push(compare(args, artifact, keep, task, printer)?);
-        writer.add(&baseline::Corpus { record, windows, records })?;
+        writer.add(&BaselineCorpus { record, windows, records })?;
     }
     writer.write(path)?;
     let facts = BaselineFacts::of(path, &Reader::open(path)?);
@@ -227,7 +227,7 @@ fn against_baseline(args: &KlArgs, artifact: &Runnable, path: &Path, printer: Pr
         same_windows(&header, corpus, artifact, printer)?;
     }
     let mut figures = Vec::new();
-    for baseline::Corpus { record, windows, records } in corpora {
+    for BaselineCorpus { record, windows, records } in corpora {
         let task = Task {
             corpus: record.name,
             windows,
@@ -242,7 +242,7 @@ fn against_baseline(args: &KlArgs, artifact: &Runnable, path: &Path, printer: Pr
 }
 
 /// Whether the artifact reads a text as the tokens of a baseline, as far as that can be told without the text.
-fn same_windows(header: &Header, corpus: &baseline::Corpus, artifact: &Runnable, printer: Printer) -> Result<()> {
+fn same_windows(header: &Header, corpus: &BaselineCorpus, artifact: &Runnable, printer: Printer) -> Result<()> {
     let own = tokenizer_sha256(artifact.model.checkpoint());
     if own.is_none() || own == header.reference.tokenizer_sha256 {
         return Ok(());

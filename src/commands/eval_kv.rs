@@ -18,13 +18,13 @@ use crate::cli::exit::CheckFailed;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::cli::validation::{KvArgs, TextArgs};
-use crate::evaluate::cache_error::{HeadErrors, Setting, head_errors, predictions};
+use crate::evaluate::cache_error::{CacheErrors, Setting, head_errors, predictions};
 use crate::evaluate::divergence::Divergence;
 use crate::evaluate::finite::{self, DAMAGED};
 use crate::pipeline::observer::Progress;
 use crate::pipeline::open::{Runnable, corpus, open};
 use crate::pipeline::source::locate;
-use crate::report::{Cache, CacheErrors, ScaleSource, number};
+use crate::report::{CacheFigures, CacheSection, ScaleSource, number};
 
 /// Windows that errors of single heads are measured on.
 const HEAD_WINDOWS: usize = 4;
@@ -40,7 +40,7 @@ struct Output<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<&'a str>,
     #[serde(flatten)]
-    cache: &'a Cache,
+    cache: &'a CacheSection,
     warnings: Vec<String>,
 }
 
@@ -68,7 +68,7 @@ pub fn run(args: &KvArgs, printer: Printer) -> Result<()> {
         bail!(CheckFailed(format!("`{}`: {reason}", located.name)));
     }
     let Some(limit) = args.max_ppl_increase else { return Ok(()) };
-    let beyond = |kind: &&crate::report::CacheType| cache.taken_by_engines(kind) && kind.ratio - 1.0 > limit.0;
+    let beyond = |kind: &&CacheFigures| cache.taken_by_engines(kind) && kind.ratio - 1.0 > limit.0;
     match cache.types.iter().find(beyond) {
         Some(kind) => bail!(CheckFailed(format!(
             "a cache of {} ({}) raises the perplexity by {}, more than {}",
@@ -82,11 +82,11 @@ pub fn run(args: &KvArgs, printer: Printer) -> Result<()> {
 }
 
 /// Why figures of caches are not finite; the model is named where its own perplexity is not.
-pub fn broken(cache: &Cache) -> Option<String> {
+pub fn broken(cache: &CacheSection) -> Option<String> {
     if let Some(why) = finite::of_value(cache.baseline_perplexity) {
         return Some(format!("with a cache of {} {why}: {DAMAGED}", cache.baseline));
     }
-    let broken = |kind: &crate::report::CacheType| {
+    let broken = |kind: &CacheFigures| {
         let why = finite::of_value(kind.perplexity).or_else(|| {
             let value = [kind.mean_kl, kind.ratio].into_iter().find(|value| !value.is_finite())?;
             Some(format!("the divergence or ratio is {value}"))
@@ -97,7 +97,7 @@ pub fn broken(cache: &Cache) -> Option<String> {
 }
 
 /// A type of cache whose default costs quality, which scales would save.
-pub fn warning(cache: &Cache) -> Option<String> {
+pub fn warning(cache: &CacheSection) -> Option<String> {
     let default = cache.types.iter().find(|kind| {
         kind.scales == ScaleSource::Unit && cache.taken_by_engines(kind) && {
             let rise = kind.ratio - 1.645 * kind.ratio_stderr - 1.0;
@@ -129,7 +129,7 @@ pub fn section(
     how: &TextArgs,
     kinds: &[CacheType],
     printer: Printer,
-) -> Result<Cache> {
+) -> Result<CacheSection> {
     let model = &runnable.model;
     let (layers, kv_heads) = (model.blocks.len(), model.config.kv_heads);
     let baseline = Setting { kind: CacheType::F16, scales: None };
@@ -151,22 +151,18 @@ pub fn section(
     for (((source, setting), errors), positions) in sources.into_iter().zip(&settings).zip(errors).zip(&positions) {
         let figures = Divergence::of(positions).context("the text has no token to predict")?;
         perplexity = figures.perplexity.reference;
-        let HeadErrors { keys, values, output } = errors;
-        types.push(crate::report::CacheType {
-            kind: setting.kind.to_string(),
-            scales: source,
-            bytes_per_token: setting.kind.token_bytes(layers, kv_heads, model.config.head_dim) as f64,
-            mean_kl: figures.kl.mean,
-            mean_kl_stderr: figures.kl.stderr,
-            perplexity: figures.perplexity.artifact,
-            ratio: figures.perplexity.ratio,
-            ratio_stderr: figures.perplexity.ratio_stderr,
-            greedy_agreement: figures.same_top.share,
-            errors: Some(CacheErrors { keys, values, output }),
-        });
+        let bytes = setting.kind.token_bytes(layers, kv_heads, model.config.head_dim);
+        types.push(CacheFigures::new(setting.kind, source, bytes, &figures, errors));
     }
     let corpus = texts::corpus(task);
-    Ok(Cache { corpus, baseline: baseline.kind.to_string(), baseline_perplexity: perplexity, layers, kv_heads, types })
+    Ok(CacheSection {
+        corpus,
+        baseline: baseline.kind.to_string(),
+        baseline_perplexity: perplexity,
+        layers,
+        kv_heads,
+        types,
+    })
 }
 
 /// The types with every source of scales that they can have.
@@ -221,7 +217,7 @@ fn settings(
 }
 
 /// The figures for people.
-fn lines(cache: &Cache) -> Vec<String> {
+fn lines(cache: &CacheSection) -> Vec<String> {
     let mut out = vec![format!(
         "caches, on {}: {} tokens in {} windows of {}, perplexity with {} {:.4}",
         cache.corpus.name,

@@ -18,7 +18,7 @@ use crate::cli::serving::ScalesArg;
 use crate::cli::spec::{PairArgs, SpecArgs};
 use crate::engine::sampler::SamplerOptions;
 use crate::engine::speculate::Ahead;
-use crate::evaluate::acceptance::{Acceptance, Cost, Mean, NEAR_ZERO};
+use crate::evaluate::acceptance::{AcceptanceFigures, Cost, Mean, NEAR_ZERO};
 use crate::evaluate::cache_error::Setting;
 use crate::evaluate::speculation::{Task, measure};
 use crate::evaluate::windows::{Convention, Window, plan};
@@ -45,7 +45,7 @@ struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     cache: Option<CacheType>,
     #[serde(flatten)]
-    figures: Acceptance,
+    figures: AcceptanceFigures,
     /// Tensors that the draft does not read.
     #[serde(skip_serializing_if = "Option::is_none")]
     draft_unread_tensors: Option<Unread>,
@@ -110,7 +110,7 @@ fn caches(args: &SpecArgs, target: &Runnable, draft: &Runnable, printer: Printer
 }
 
 /// What comes of a target and its draft.
-pub fn figures(args: &PairArgs, target: &Runnable, draft: &Runnable, printer: Printer) -> Result<Acceptance> {
+pub fn figures(args: &PairArgs, target: &Runnable, draft: &Runnable, printer: Printer) -> Result<AcceptanceFigures> {
     figures_in(args, target, draft, None, printer)
 }
 
@@ -120,7 +120,7 @@ fn figures_in(
     draft: &Runnable,
     caches: Option<&[Setting; 2]>,
     printer: Printer,
-) -> Result<Acceptance> {
+) -> Result<AcceptanceFigures> {
     let (prompts, windows) = texts(args, target, draft)?;
     let task = Task {
         prompts: &prompts,
@@ -291,7 +291,7 @@ fn shares(of: &[f64]) -> String {
     of.iter().map(|share| format!("{:.1} %", 100.0 * share)).collect::<Vec<_>>().join(", ")
 }
 
-fn gates(args: &SpecArgs, figures: &Acceptance) -> Result<()> {
+fn gates(args: &SpecArgs, figures: &AcceptanceFigures) -> Result<()> {
     let mut failed = Vec::new();
     let text = figures.text.as_ref().map(|text| text.alpha.mean);
     let broken = [Some(figures.acceptance_rate), figures.overlap.map(|overlap| overlap.mean), text];

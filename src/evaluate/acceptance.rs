@@ -386,7 +386,7 @@ pub struct MeasuredSpeed {
 
 /// Everything about a target and a draft.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Acceptance {
+pub struct AcceptanceFigures {
     pub temperature: f64,
     pub top_p: f64,
     pub top_k: usize,
@@ -412,7 +412,7 @@ pub struct Acceptance {
     pub speeds: Vec<Speed>,
 }
 
-impl Acceptance {
+impl AcceptanceFigures {
     /// Whether anything was proposed on what the target wrote, so that the acceptance rate is one.
     pub fn has_rate(&self) -> bool {
         self.replays.iter().any(|replay| replay.drafted > 0.0)
@@ -537,11 +537,14 @@ mod tests {
         }
         assert_eq!(Mean::of([].into_iter()), Mean::default());
         assert_eq!(Mean::of([0.5].into_iter()), Mean { mean: 0.5, stderr: None });
-        let found =
-            |drafted| Acceptance { replays: vec![Replay { drafted, ..Replay::default() }], ..Default::default() };
+        let found = |drafted| AcceptanceFigures {
+            replays: vec![Replay { drafted, ..Replay::default() }],
+            ..Default::default()
+        };
         let (none, broken) = (found(0.0), found(10.0));
         assert!(!none.is_near_zero() && !none.is_measured() && broken.is_near_zero() && broken.is_measured());
-        let text = |positions| Acceptance { text: Some(OnText { positions, ..OnText::default() }), ..found(0.0) };
+        let text =
+            |positions| AcceptanceFigures { text: Some(OnText { positions, ..OnText::default() }), ..found(0.0) };
         assert!(text(3).is_near_zero() && text(3).is_measured() && !text(3).has_rate());
         assert!(!text(0).is_near_zero() && !text(0).is_measured());
     }

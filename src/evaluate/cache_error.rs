@@ -8,6 +8,7 @@ use std::error::Error;
 use std::sync::Arc;
 
 use rayon::prelude::*;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -52,9 +53,9 @@ pub struct Setting {
     pub scales: Option<Arc<[LayerScales]>>,
 }
 
-/// Relative errors, `[layer][key-value head]`: the norm of what is wrong over that of what is right, over all tokens.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct HeadErrors {
+/// Relative errors, by layer and key-value head: `keys[layer][head]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct CacheErrors {
     pub keys: Vec<Vec<f64>>,
     pub values: Vec<Vec<f64>>,
     /// What attention puts out, all query heads of a key-value head together.
@@ -115,7 +116,7 @@ pub fn head_errors(
     windows: &[Window],
     settings: &[Setting],
     progress: &mut Progress,
-) -> Result<Vec<HeadErrors>, CacheErrorError> {
+) -> Result<Vec<CacheErrors>, CacheErrorError> {
     let (backend, config) = (model.backend(), &model.config);
     let (heads, dim) = (config.kv_heads, config.head_dim);
     let empty = || std::array::from_fn(|_| vec![vec![Squares::default(); heads]; model.blocks.len()]);
@@ -139,7 +140,7 @@ pub fn head_errors(
     let relative = |sums: &Vec<Vec<Squares>>| -> Vec<Vec<f64>> {
         sums.iter().map(|layer| layer.iter().map(|squares| squares.relative()).collect()).collect()
     };
-    let of = |[keys, values, output]: &Sums| HeadErrors {
+    let of = |[keys, values, output]: &Sums| CacheErrors {
         keys: relative(keys),
         values: relative(values),
         output: relative(output),

@@ -59,7 +59,7 @@ impl From<SourceError> for ModulesError {
 
 /// A module's output against that of the reference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ModuleError {
+pub struct ModuleDeviation {
     /// Its path, such as `model.layers.0.self_attn.q_proj`.
     pub module: String,
     /// The block it stands in.
@@ -76,7 +76,7 @@ pub struct ModuleError {
     pub output_max: f32,
 }
 
-impl ModuleError {
+impl ModuleDeviation {
     /// Whether an engine that keeps activations in f16 would overflow here.
     pub fn overflows_f16(&self) -> bool {
         self.input_max.max(self.output_max) > F16_MAX
@@ -85,7 +85,7 @@ impl ModuleError {
 
 /// A block's output against that of the reference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct BlockError {
+pub struct BlockDeviation {
     pub block: String,
     pub layer: usize,
     /// Norm of the difference over the norm of the hidden states that the reference's block gives,
@@ -100,8 +100,8 @@ pub struct BlockError {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Errors {
     pub tokens: usize,
-    pub modules: Vec<ModuleError>,
-    pub blocks: Vec<BlockError>,
+    pub modules: Vec<ModuleDeviation>,
+    pub blocks: Vec<BlockDeviation>,
 }
 
 /// A module that is no honest rounding of the reference's.
@@ -115,7 +115,7 @@ impl Errors {
     /// Modules whose error rounding does not explain, whatever the bits: it is far above what the grid gives, and above
     /// that of the same module in other blocks or half of the output.
     pub fn suspects(&self) -> Vec<Suspect> {
-        let one = |module: &ModuleError| {
+        let one = |module: &ModuleDeviation| {
             let mut peers: Vec<f64> = self
                 .modules
                 .iter()
@@ -243,7 +243,7 @@ fn block_error(
     block: &Block,
     [own, other]: [&[Chunk]; 2],
     before: &[Tensor],
-) -> Result<BlockError, ModulesError> {
+) -> Result<BlockDeviation, ModulesError> {
     let backend = model.backend();
     let (mut off, mut all, mut added, mut most) = (0.0, 0.0, 0.0, 0.0f32);
     for ((own, other), before) in own.iter().zip(other).zip(before) {
@@ -261,7 +261,7 @@ fn block_error(
         return Err(ModelError::NonFinite { path: block.path.clone() }.into());
     }
     let over = |norm: f64| if norm > 0.0 { (off / norm).sqrt() } else { 0.0 };
-    Ok(BlockError {
+    Ok(BlockDeviation {
         block: block.path.clone(),
         layer: block.index,
         error: over(all),
@@ -283,7 +283,7 @@ struct Side<'a> {
     other: &'a Block,
     /// By how much the channels that the next stage reads are larger in the artifact.
     carried: Option<Vec<f32>>,
-    modules: &'a mut Vec<ModuleError>,
+    modules: &'a mut Vec<ModuleDeviation>,
 }
 
 impl Side<'_> {
@@ -461,7 +461,7 @@ impl Sums {
         kind: &str,
         noise: Option<f64>,
         input_max: f32,
-    ) -> Result<ModuleError, ModulesError> {
+    ) -> Result<ModuleDeviation, ModulesError> {
         let (mut off, mut all) = (0.0, 0.0);
         for [own, product, other] in &self.channels {
             off += own - 2.0 * product + other;
@@ -471,7 +471,7 @@ impl Sums {
             return Err(ModelError::NonFinite { path: path.into() }.into());
         }
         let over = |squares: f64| if all > 0.0 { (squares.max(0.0) / all).sqrt() } else { 0.0 };
-        Ok(ModuleError {
+        Ok(ModuleDeviation {
             module: path.into(),
             layer,
             kind: kind.into(),

@@ -4,6 +4,7 @@
 
 use std::time::Instant;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -75,26 +76,28 @@ pub struct Perplexity {
     pub bits_per_byte: Option<f64>,
 }
 
-/// The counted tokens of one window. Two models on the same windows can be compared window by window, which
-/// cancels the difficulty of the text.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct WindowNll {
-    pub sum: f64,
-    pub count: usize,
+// Two models on the same windows can be compared window by window, which cancels the difficulty of the text.
+/// What one window cost.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct WindowNats {
+    /// Negative log-likelihood of its tokens that count, in nats, added up.
+    pub nats: f64,
+    /// How many count.
+    pub tokens: u64,
 }
 
 /// A perplexity and its windows.
 #[derive(Clone, Debug)]
 pub struct Measured {
     pub result: Perplexity,
-    pub windows: Vec<WindowNll>,
+    pub windows: Vec<WindowNats>,
 }
 
 impl Measured {
     /// Whether this is worse than `other` on the same windows by more than the standard error of the difference, which the
     /// windows' own difficulty does not enter; never on less than two windows.
     pub fn exceeds(&self, other: &Measured) -> bool {
-        let mean = |window: &WindowNll| window.sum / window.count.max(1) as f64;
+        let mean = |window: &WindowNats| window.nats / window.tokens.max(1) as f64;
         let differences: Vec<f64> = self.windows.iter().zip(&other.windows).map(|(a, b)| mean(a) - mean(b)).collect();
         let n = differences.len() as f64;
         let average = differences.iter().sum::<f64>() / n;
@@ -156,7 +159,7 @@ where
     let seconds = began.elapsed().as_secs_f64();
     let read: usize = windows.iter().map(|w| w.tokens.len() - 1).sum();
 
-    let total: f64 = sums.iter().map(|w| w.sum).sum();
+    let total: f64 = sums.iter().map(|w| w.nats).sum();
     let nll = total / moments.count as f64;
     // Words and bytes are those of the whole text.
     let per = |unit: usize| (convention == Convention::LmEval && whole && unit > 0).then(|| total / unit as f64);
@@ -196,21 +199,21 @@ fn count_window(
     window: &Window,
     nlls: &[f32],
     moments: &mut Moments,
-) -> Result<WindowNll, PerplexityError> {
+) -> Result<WindowNats, PerplexityError> {
     let wanted = window.tokens.len() - 1;
     if nlls.len() != wanted {
         return Err(PerplexityError::Shape { window: index, given: nlls.len(), wanted });
     }
-    let mut sum = 0.0;
+    let mut nats = 0.0;
     for position in window.score_from..window.tokens.len() {
         let nll = nlls[position - 1];
         if !nll.is_finite() {
             return Err(PerplexityError::NonFinite { window: index, position, nll });
         }
-        sum += f64::from(nll);
+        nats += f64::from(nll);
         moments.add(f64::from(nll));
     }
-    Ok(WindowNll { sum, count: window.scored() })
+    Ok(WindowNats { nats, tokens: window.scored() as u64 })
 }
 
 /// Mean and spread in one pass (Welford), since squares of long sums lose digits.
@@ -298,7 +301,7 @@ mod tests {
         assert!((result.nll - 1.5).abs() < 1e-12);
         assert!((result.perplexity - 1.5f64.exp()).abs() < 1e-12);
         assert!((result.stderr - 1.5f64.exp() * (1.0f64 / 12.0).sqrt()).abs() < 1e-12);
-        assert_eq!(windows, [WindowNll { sum: 3.0, count: 2 }; 2]);
+        assert_eq!(windows, [WindowNats { nats: 3.0, tokens: 2 }; 2]);
         assert_eq!((result.word_perplexity, result.bits_per_byte), (None, None));
     }
 

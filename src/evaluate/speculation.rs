@@ -6,8 +6,8 @@ use std::time::Instant;
 use thiserror::Error;
 
 use super::acceptance::{
-    Acceptance, AcceptanceError, Cost, MOST_AHEAD, Mean, MeasuredSpeed, Speed, chains, expected_speedup, on_text,
-    replay,
+    AcceptanceError, AcceptanceFigures, Cost, MOST_AHEAD, Mean, MeasuredSpeed, Speed, chains, expected_speedup,
+    on_text, replay,
 };
 use super::cache_error::Setting;
 use super::windows::Window;
@@ -77,7 +77,7 @@ pub fn measure<E>(
     draft: &Model,
     task: &Task,
     progress: &mut dyn FnMut(usize, usize) -> Result<(), E>,
-) -> Result<Acceptance, SpeculationError>
+) -> Result<AcceptanceFigures, SpeculationError>
 where
     E: Into<Box<dyn Error + Send + Sync>>,
 {
@@ -180,7 +180,7 @@ where
     }
     let SamplerOptions { temperature, top_p, top_k, seed } = task.options;
     let main = replays[task.ahead - 1].clone();
-    Ok(Acceptance {
+    Ok(AcceptanceFigures {
         temperature,
         top_p,
         top_k,

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::folds::Folds;
@@ -13,16 +14,16 @@ use crate::model::presence::is_buffer;
 use crate::tensor::{narrowed, widened};
 
 /// What became of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Fate {
     /// Stored in fewer bits.
     Quantized,
-    /// The same numbers, perhaps in another float type.
+    /// Stored as floating point.
     Copied,
-    /// Multiplied by scales that the linears after it take back.
+    /// Gone into another tensor, as a norm's scale into the linear after it.
     Folded,
-    /// Left out for a reason: what tied weights say twice, what the language model does not read.
+    /// Left out on purpose, as what tied weights say twice.
     Dropped,
     /// Left out, and nothing says why.
     Missing,
@@ -37,6 +38,8 @@ pub enum Fate {
 pub struct TensorRecord {
     pub tensor: String,
     pub fate: Fate,
+    /// Numbers in the reference's.
+    pub parameters: u64,
     /// Bytes in the reference, and of what stands for it in the artifact.
     pub source_bytes: u64,
     pub bytes: u64,
@@ -47,7 +50,7 @@ pub struct TensorRecord {
 
 /// All of them, and what they add up to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Accounting {
+pub struct TensorAccounting {
     pub tensors: Vec<TensorRecord>,
     pub source_bytes: u64,
     pub artifact_bytes: u64,
@@ -58,7 +61,7 @@ pub struct Accounting {
     pub weights: Vec<WeightError>,
 }
 
-impl Accounting {
+impl TensorAccounting {
     /// How many tensors met this fate.
     pub fn count(&self, fate: Fate) -> usize {
         self.tensors.iter().filter(|tensor| tensor.fate == fate).count()
@@ -75,7 +78,7 @@ pub fn account(
     compared: &[Compared],
     unread: &BTreeSet<String>,
     findings: &mut Findings,
-) -> Accounting {
+) -> TensorAccounting {
     let (own, source) = (artifact.checkpoint().tensors(), reference.checkpoint().tensors());
     let modules: BTreeMap<&str, &Compared> = compared.iter().map(|c| (c.error.module.as_str(), c)).collect();
     let folds = Folds::new(artifact, reference, modules.clone(), unread);
@@ -87,7 +90,14 @@ pub fn account(
     for (name, entry) in source {
         let same = renamed(name, artifact, reference);
         let source_bytes = entry.bytes.len() as u64;
-        let mut record = TensorRecord { tensor: name.clone(), fate: Fate::Copied, source_bytes, bytes: 0, note: None };
+        let mut record = TensorRecord {
+            tensor: name.clone(),
+            fate: Fate::Copied,
+            parameters: entry.shape.iter().product::<usize>() as u64,
+            source_bytes,
+            bytes: 0,
+            note: None,
+        };
         let module = same.strip_suffix(".weight").filter(|module| is_quantized(module));
         if let Some(module) = module {
             let parts = own.iter().filter(|(part, _)| belongs(part, module));
@@ -113,12 +123,13 @@ pub fn account(
         tensors.push(TensorRecord {
             tensor: name.clone(),
             fate: Fate::Added,
+            parameters: 0,
             source_bytes: 0,
             bytes: entry.bytes.len() as u64,
             note: scale.then(|| "a scale of the cache".into()),
         });
     }
-    let out = summed(tensors, compared, source, &stored);
+    let out = summed(tensors, compared, &stored);
     tell(&out, findings);
     let changed = out.tensors.iter().filter(|t| t.fate == Fate::Changed);
     folds.check(&changed.map(|t| renamed(&t.tensor, artifact, reference)).collect(), findings);
@@ -190,12 +201,7 @@ fn absent(name: &str, artifact: &Side, reference: &Side) -> (Fate, Option<String
     (Fate::Missing, None)
 }
 
-fn summed(
-    tensors: Vec<TensorRecord>,
-    compared: &[Compared],
-    source: &BTreeMap<String, Entry>,
-    stored: &BTreeMap<String, u64>,
-) -> Accounting {
+fn summed(tensors: Vec<TensorRecord>, compared: &[Compared], stored: &BTreeMap<String, u64>) -> TensorAccounting {
     let artifact_bytes: u64 = tensors.iter().map(|t| t.bytes).sum();
     let source_bytes: u64 = tensors.iter().map(|t| t.source_bytes).sum();
     let quantized = || tensors.iter().filter(|t| t.fate == Fate::Quantized);
@@ -207,10 +213,9 @@ fn summed(
         let bits = bytes.map(|&bytes| 8.0 * bytes as f64 / size(&c.error) as f64);
         WeightError { bits, ..c.error.clone() }
     };
-    let elements = |name: &String| source.get(name).map_or(0, |e| e.shape.iter().product::<usize>());
     let there = tensors.iter().filter(|t| !matches!(t.fate, Fate::Dropped | Fate::Missing | Fate::Added));
-    let all: usize = there.map(|t| elements(&t.tensor)).sum();
-    Accounting {
+    let all: u64 = there.map(|t| t.parameters).sum();
+    TensorAccounting {
         bits_per_weight: 8.0 * artifact_bytes as f64 / all.max(1) as f64,
         bits_per_quantized_weight: (weights > 0).then(|| 8.0 * bytes as f64 / weights as f64),
         source_bytes,
@@ -221,7 +226,7 @@ fn summed(
 }
 
 /// Findings of what went another way.
-fn tell(accounting: &Accounting, findings: &mut Findings) {
+fn tell(accounting: &TensorAccounting, findings: &mut Findings) {
     const ID: &str = "tensors";
     let with = |fate: Fate| accounting.tensors.iter().filter(move |t| t.fate == fate);
     let note = |t: &TensorRecord| t.note.clone().unwrap_or_default();

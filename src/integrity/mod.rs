@@ -5,6 +5,7 @@
 //! Each thing looked at gives at least one finding; a failure names the module or file, and says what to do.
 
 mod accounting;
+mod findings;
 mod folds;
 mod labels;
 mod scales;
@@ -16,7 +17,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-pub use accounting::{Accounting, Fate, TensorRecord};
+pub use accounting::{Fate, TensorAccounting, TensorRecord};
+use findings::Findings;
+pub use findings::{Check, Status};
 pub use weights::WeightError;
 
 use crate::checkpoint::Checkpoint;
@@ -36,82 +39,18 @@ pub enum IntegrityError<E> {
     Stopped(E),
 }
 
-/// How something that was looked at came out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Status {
-    Pass,
-    Warn,
-    Fail,
-}
-
-/// Something that was looked at.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Finding {
-    /// A lasting name: `manifest`, `side.chat-template`.
-    pub id: String,
-    pub status: Status,
-    /// What was found; of a failure also what to do.
-    pub message: String,
-}
-
 /// What an artifact is, held against its reference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Integrity {
     /// `None` where the artifact cannot be opened.
-    pub accounting: Option<Accounting>,
-    pub findings: Vec<Finding>,
+    pub accounting: Option<TensorAccounting>,
+    pub findings: Vec<Check>,
 }
 
 impl Integrity {
     /// The worst of all findings.
     pub fn status(&self) -> Status {
         self.findings.iter().map(|finding| finding.status).max().unwrap_or(Status::Pass)
-    }
-}
-
-/// Findings on their way.
-#[derive(Debug, Default)]
-struct Findings(Vec<Finding>);
-
-impl Findings {
-    fn add(&mut self, id: &str, status: Status, message: impl Into<String>) {
-        self.0.push(Finding { id: id.into(), status, message: message.into() });
-    }
-
-    fn warn(&mut self, id: &str, message: impl Into<String>) {
-        self.add(id, Status::Warn, message);
-    }
-
-    fn fail(&mut self, id: &str, message: impl Into<String>) {
-        self.add(id, Status::Fail, message);
-    }
-
-    /// `message` where nothing was found under `id`.
-    fn otherwise(&mut self, id: &str, message: impl Into<String>) {
-        if !self.0.iter().any(|finding| finding.id == id) {
-            self.add(id, Status::Pass, message);
-        }
-    }
-
-    /// A few of many, so that a file full of damage is told in lines that can be read.
-    fn fail_each(&mut self, id: &str, messages: Vec<String>) {
-        self.each(id, Status::Fail, messages);
-    }
-
-    fn warn_each(&mut self, id: &str, messages: Vec<String>) {
-        self.each(id, Status::Warn, messages);
-    }
-
-    fn each(&mut self, id: &str, status: Status, messages: Vec<String>) {
-        const SHOWN: usize = 8;
-        let more = messages.len().saturating_sub(SHOWN);
-        for message in messages.into_iter().take(SHOWN) {
-            self.add(id, status, message);
-        }
-        if more > 0 {
-            self.add(id, status, format!("and {more} more of the kind"));
-        }
     }
 }
 
@@ -146,7 +85,7 @@ pub fn check<E>(
     progress: &mut dyn FnMut(usize, usize) -> Result<(), E>,
 ) -> Result<Integrity, IntegrityError<E>> {
     let mut found = look(artifact, reference, progress)?;
-    for Finding { message, .. } in &mut found.findings {
+    for Check { message, .. } in &mut found.findings {
         *message = named_inside(&named_inside(message, artifact), reference);
     }
     Ok(found)
@@ -172,7 +111,7 @@ fn look<E>(
                 scales::scan(&checkpoint, &mut findings);
                 side::check(&checkpoint, original.checkpoint(), &mut findings);
             }
-            return Ok(Integrity { accounting: None, findings: findings.0 });
+            return Ok(Integrity { accounting: None, findings: findings.into_checks() });
         }
     };
     let count = opened.source.checkpoint().files().len();
@@ -184,7 +123,7 @@ fn look<E>(
         Ok(config) => config,
         Err(error) => {
             findings.fail("config", format!("the artifact's config cannot be run: {error}"));
-            return Ok(Integrity { accounting: None, findings: findings.0 });
+            return Ok(Integrity { accounting: None, findings: findings.into_checks() });
         }
     };
     let quantized = Side { opened: &opened, config: &own };
@@ -193,7 +132,7 @@ fn look<E>(
     let (compared, unread) =
         weights::compare(&quantized, &original, &mut findings, progress).map_err(IntegrityError::Stopped)?;
     let accounting = accounting::account(&quantized, &original, &compared, &unread, &mut findings);
-    Ok(Integrity { accounting: Some(accounting), findings: findings.0 })
+    Ok(Integrity { accounting: Some(accounting), findings: findings.into_checks() })
 }
 
 /// Holds the files against `quantkit.json`, and the reference against what that says it read.

@@ -9,9 +9,10 @@ use super::content::{Section, cache_name};
 use super::html::{Page, page};
 use super::number::Unit;
 use super::plots::{relative, trend};
-use super::sections::{Corpus, Role};
+use super::sections::{Role, WindowedCorpus};
 use super::table::{Column, Table, clean};
-use super::{Report, ReportError, Status};
+use super::{Report, ReportError};
+use crate::integrity::Status;
 
 /// The heights of a sparkline.
 const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
@@ -210,7 +211,7 @@ fn sparkline(values: &[Option<f64>], cuts: &[usize]) -> String {
 fn figures(report: &Report) -> Vec<Figure> {
     let mut out = Vec::new();
     let reference = report.reference.as_ref().map(|reference| reference.sha256.as_str()).unwrap_or_default();
-    let on = |corpus: &Corpus| format!("{corpus:?} {reference}");
+    let on = |corpus: &WindowedCorpus| format!("{corpus:?} {reference}");
     let mut add = |name: String, unit: Unit, value: f64, ground: String| out.push(Figure { name, unit, value, ground });
     for one in &report.perplexity {
         let text = &one.corpus.name;

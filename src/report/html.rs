@@ -163,7 +163,7 @@ fn tiles(report: &Report) -> Vec<Tile> {
         let note = format!("{other}; length {}", significant(pair.mean_length, 3));
         tile("Acceptance", percent(pair.rate, 1), note);
     }
-    let ratio = |kind: &&super::CacheType| kind.ratio;
+    let ratio = |kind: &&super::CacheFigures| kind.ratio;
     let kinds = report.cache.iter().flat_map(|cache| &cache.types);
     if let Some(best) = kinds.min_by(|a, b| ratio(a).total_cmp(&ratio(b))) {
         let note = format!("perplexity, {} cache", super::content::cache_name(best));

@@ -100,9 +100,9 @@ fn message(row: &Row) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::integrity::{Check, Status};
     use crate::report::gate::judge;
     use crate::report::thresholds::Thresholds;
-    use crate::report::{Check, Status};
 
     #[test]
     fn cases_have_distinct_names() {

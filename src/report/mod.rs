@@ -29,12 +29,13 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::format::atomic::{OutputError, write_atomic};
+use crate::integrity::{Check, Status};
 
 pub use read::ReportError;
 pub use sections::{
-    Acceptance, Accounting, Bins, Cache, CacheErrors, CacheMemory, CacheType, CalibrationTokens, Check, Consumer,
-    Control, Corpus, DivergenceOn, Exception, Fate, Identity, ModuleError, PerplexityOn, Role, ScaleSource, Share,
-    Speedup, Status, TokensSeen, WindowNats,
+    Acceptance, Accounting, Bins, CacheFigures, CacheMemory, CacheSection, CalibrationTokens, ConsumerVerdict, Control,
+    DivergenceOn, Exception, Identity, ModuleError, PerplexityOn, Role, ScaleSource, Share, Speedup, TokensSeen,
+    WindowedCorpus,
 };
 
 /// The schema's name and major version. Fields may be added under one major version; none changes its meaning.
@@ -73,13 +74,13 @@ pub struct Report {
     pub divergence: Vec<DivergenceOn>,
     /// The text that the modules were measured on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub module_corpus: Option<Corpus>,
+    pub module_corpus: Option<WindowedCorpus>,
     /// Errors of single modules, in the model's order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub modules: Vec<ModuleError>,
     /// Errors of reduced key-value caches.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cache: Option<Cache>,
+    pub cache: Option<CacheSection>,
     /// Speculative decoding, one entry a pair of models.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub acceptance: Vec<Acceptance>,
@@ -88,7 +89,7 @@ pub struct Report {
     pub checks: Vec<Check>,
     /// Which engines load the artifact.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub consumers: Vec<Consumer>,
+    pub consumers: Vec<ConsumerVerdict>,
     /// What the method learned from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calibration: Option<CalibrationTokens>,

@@ -4,7 +4,7 @@ use super::Report;
 use super::charts::{Bar, Chart, Dot, Line, Place, bars, columns, dots, heat, heat_legend, lines};
 use super::content::{artifact_method, cache_name, largest, moved, pair_name};
 use super::number::{Unit, change, grouped, percent, significant};
-use super::sections::{Acceptance, Bins, CacheType, DivergenceOn, PerplexityOn};
+use super::sections::{Acceptance, Bins, CacheFigures, DivergenceOn, PerplexityOn};
 
 /// The charts of the section with this name.
 pub fn charts(report: &Report, section: &str) -> Vec<Chart> {
@@ -164,7 +164,7 @@ fn modules(report: &Report) -> Option<Chart> {
     Some(Chart { caption: title.into(), note: String::new(), legend, svg, frame: "plot wide" })
 }
 
-fn caches(kind: &CacheType, i: usize) -> Vec<Chart> {
+fn caches(kind: &CacheFigures, i: usize) -> Vec<Chart> {
     let Some(errors) = &kind.errors else { return Vec::new() };
     let parts = [("keys", &errors.keys), ("values", &errors.values), ("attention", &errors.output)];
     let chart = |(name, grid): (&str, &Vec<Vec<f64>>)| {

@@ -154,7 +154,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::report::{Check, Status};
+    use crate::integrity::{Check, Status};
 
     fn sample() -> Vec<u8> {
         std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/report/report.json")).unwrap()

@@ -1,12 +1,13 @@
 //! A report on a terminal.
 
+use super::Report;
 use super::content::{
     cache_name, counted, gate_notes, gate_table, honest, judgement, moved, of_quantized, pair_name, title,
 };
 use super::gate::Verdict;
 use super::number::{percent, significant};
 use super::table::clean;
-use super::{Report, Status};
+use crate::integrity::Status;
 use crate::num::size::shown;
 
 /// Characters of the column of names.

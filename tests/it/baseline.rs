@@ -4,7 +4,7 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use quantkit::evaluate::baseline::{
-    BaselineError, Corpus, CorpusRecord, Header, Reader, Record, ReferenceRecord, Settings, Writer,
+    BaselineCorpus, BaselineError, CorpusRecord, Header, Reader, Record, ReferenceRecord, Settings, Writer,
 };
 use quantkit::evaluate::divergence::{Divergence, KlBound, Position, from_logits};
 use quantkit::evaluate::windows::{Convention, Window};
@@ -118,7 +118,7 @@ fn what_is_kept() {
 
 const VOCAB: usize = 50;
 
-fn sample() -> (Header, Corpus) {
+fn sample() -> (Header, BaselineCorpus) {
     let windows =
         vec![Window { tokens: vec![1, 2, 3, 4], score_from: 1 }, Window { tokens: vec![1, 49, 0], score_from: 2 }];
     let mut numbers = Numbers(3);
@@ -144,10 +144,10 @@ fn sample() -> (Header, Corpus) {
         settings: Settings::default(),
         corpora: vec![record.clone()],
     };
-    (header, Corpus { record, windows, records })
+    (header, BaselineCorpus { record, windows, records })
 }
 
-fn written(header: &Header, corpora: &[Corpus]) -> Vec<u8> {
+fn written(header: &Header, corpora: &[BaselineCorpus]) -> Vec<u8> {
     let mut writer = Writer::new(header.clone());
     corpora.iter().for_each(|corpus| writer.add(corpus).unwrap());
     writer.bytes().unwrap()
@@ -215,7 +215,7 @@ fn damaged_files_are_refused() {
 #[test]
 fn hostile_files_are_refused() {
     let (header, corpus) = sample();
-    let with = |change: &dyn Fn(&mut Corpus)| {
+    let with = |change: &dyn Fn(&mut BaselineCorpus)| {
         let mut changed = corpus.clone();
         change(&mut changed);
         written(&header, &[changed])

@@ -8,7 +8,7 @@ use std::path::Path;
 use half::f16;
 use quantkit::format::gguf::read::GgufFile;
 use quantkit::format::manifest::{self, Manifest, hash_files};
-use quantkit::integrity::{Fate, Finding, Integrity, Status, check};
+use quantkit::integrity::{Check, Fate, Integrity, Status, check};
 use quantkit::num::bits;
 use quantkit::tensor::{bytes_to_words, words_to_bytes};
 use safetensors::serialize;
@@ -43,7 +43,7 @@ fn look(scene: &Scene, artifact: &str) -> Integrity {
     check(&scene.path(artifact), &scene.model(), &mut |_, _| Ok::<_, Infallible>(())).unwrap()
 }
 
-fn failures(integrity: &Integrity) -> Vec<&Finding> {
+fn failures(integrity: &Integrity) -> Vec<&Check> {
     integrity.findings.iter().filter(|finding| finding.status == Status::Fail).collect()
 }
 
@@ -52,7 +52,7 @@ fn failures(integrity: &Integrity) -> Vec<&Finding> {
 fn fails(scene: &Scene, artifact: &str, id: &str, words: &[&str]) {
     let integrity = look(scene, artifact);
     let found = failures(&integrity);
-    let named = |finding: &&&Finding| finding.id == id && words.iter().all(|word| finding.message.contains(word));
+    let named = |finding: &&&Check| finding.id == id && words.iter().all(|word| finding.message.contains(word));
     assert!(found.iter().any(|finding| named(&finding)), "{artifact}: no {id} with {words:?} in {found:#?}");
     assert_eq!(integrity.status(), Status::Fail);
 }
@@ -501,7 +501,7 @@ fn side_files() {
     fails(&scene, "other", "side.tokenizer", &["is not the reference's", "copy the reference's"]);
     with("generation", &|name| without("generation_config.json")(&scene, name));
     let found = honest(&scene, "generation");
-    let warned = |f: &&Finding| f.status == Status::Warn && f.message.contains("`generation_config.json` is missing");
+    let warned = |f: &&Check| f.status == Status::Warn && f.message.contains("`generation_config.json` is missing");
     assert!(found.findings.iter().any(|f| warned(&f)), "{found:#?}");
     with("eps", &|name| scene.edit_json(&format!("{name}/config.json"), |c| c["rms_norm_eps"] = 1e-3.into()));
     fails(&scene, "eps", "config", &["norm epsilon", "take the reference's"]);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use quantkit::backend::cpu::Cpu;
 use quantkit::calibrate::corpus::Corpus;
-use quantkit::evaluate::modules::{Errors, ModuleError, ModulesError, measure};
+use quantkit::evaluate::modules::{Errors, ModuleDeviation, ModulesError, measure};
 use quantkit::format;
 use quantkit::model::Model;
 use quantkit::model::tokenizer::Tokenizer;
@@ -36,7 +36,7 @@ fn errors(scene: &Scene, artifact: &str) -> Result<Errors, ModulesError> {
     Ok(errors)
 }
 
-fn of<'a>(errors: &'a Errors, module: &str) -> &'a ModuleError {
+fn of<'a>(errors: &'a Errors, module: &str) -> &'a ModuleDeviation {
     errors.modules.iter().find(|m| m.module == module).unwrap_or_else(|| panic!("no {module}"))
 }
 

@@ -533,7 +533,7 @@ fn a_uniform_model_on_the_heldout_text() {
         let result = &measured.result;
         assert!((result.perplexity / 2048.0 - 1.0).abs() < 1e-6, "{}", result.perplexity);
         assert_eq!(result.text_sha256, corpus.sha256);
-        assert_eq!(measured.windows.iter().map(|w| w.count as u64).sum::<u64>(), result.tokens);
+        assert_eq!(measured.windows.iter().map(|w| w.tokens).sum::<u64>(), result.tokens);
         let keys: Vec<String> = match serde_json::to_value(result).unwrap() {
             Value::Object(map) => map.keys().cloned().collect(),
             other => panic!("{other}"),

@@ -6,10 +6,10 @@ use anyhow::{Context, Result};
 
 use super::facts::Facts;
 use crate::format::manifest::{FILE, Manifest, hash_files};
-use crate::report::{Consumer, Identity};
+use crate::report::{ConsumerVerdict, Identity};
 
 /// Looks at the model at `path` and hashes its files.
-pub fn identity(path: &Path, name: &str) -> Result<(Identity, Vec<Consumer>)> {
+pub fn identity(path: &Path, name: &str) -> Result<(Identity, Vec<ConsumerVerdict>)> {
     let facts = super::look(path)?;
     let dir = if path.is_file() { path.parent().unwrap_or(Path::new(".")) } else { path };
     let names = if path.is_file() { facts.files.iter().map(|f| f.file.clone()).collect() } else { files(path)? };
@@ -18,7 +18,7 @@ pub fn identity(path: &Path, name: &str) -> Result<(Identity, Vec<Consumer>)> {
     let manifest = dir.join(FILE).exists().then(|| Manifest::read(dir)).transpose()?;
     let chosen_by = manifest.as_ref().and_then(|manifest| manifest.method()).map(Into::into);
     let options = manifest.map(|manifest| manifest.options);
-    let consumers = facts.consumers.iter().flatten().map(|consumer| Consumer {
+    let consumers = facts.consumers.iter().flatten().map(|consumer| ConsumerVerdict {
         name: consumer.name.into(),
         title: consumer.title.into(),
         loads: consumer.loads,

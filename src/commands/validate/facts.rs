@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde_json::Value;
 
 use super::super::task::Task;
 use super::texts;
 use crate::backend::cache::CacheType;
-use crate::checkpoint::Checkpoint;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::evaluate::modules;
@@ -17,17 +16,14 @@ use crate::format;
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::second_reader;
 use crate::format::manifest::Manifest;
-use crate::integrity::{self, Integrity, WeightError};
+use crate::integrity::{self, Check, Integrity, Status, WeightError};
 use crate::model::config::ModelConfig;
 use crate::pipeline::observer::Progress;
 use crate::pipeline::open::Runnable;
 use crate::pipeline::quantize::ModuleReport;
 use crate::pipeline::source::Located;
 use crate::recipe::Recipe;
-use crate::report::{
-    Accounting, CacheMemory, CalibrationTokens, Check, Corpus, Exception, Fate, ModuleError, Report, Share, Status,
-    TokensSeen,
-};
+use crate::report::{CacheMemory, CalibrationTokens, ModuleError, Report, TokensSeen, WindowedCorpus};
 
 /// Windows that modules are measured on.
 const MODULE_WINDOWS: usize = 4;
@@ -45,21 +41,12 @@ pub fn files(report: &mut Report, artifact: &Located, reference: &Located, print
         steps.set(done as u64, all as u64);
         interrupt::check()
     })?;
-    report.checks.extend(findings.into_iter().map(|finding| Check {
-        id: finding.id,
-        status: match finding.status {
-            integrity::Status::Pass => Status::Pass,
-            integrity::Status::Warn => Status::Warn,
-            integrity::Status::Fail => Status::Fail,
-        },
-        message: finding.message,
-    }));
+    report.checks.extend(findings);
     report.checks.extend(read_by_gguf_rs(&artifact.dir));
     let mut weights = Weights::new();
     if let Some(accounting) = accounting {
         weights.extend(accounting.weights.iter().map(|weight| (weight.module.clone(), weight.clone())));
-        let opened = format::open_path(&reference.dir).context("the reference")?;
-        report.accounting = Some(accounted(accounting, opened.source.checkpoint()));
+        report.accounting = Some(accounting.into());
     }
     if let Ok(manifest) = Manifest::read(&artifact.dir)
         && let Some(calibration) = manifest.calibration
@@ -125,40 +112,6 @@ fn tokens_seen(report: &mut Report, modules: &Value, weights: &Weights) {
     }
 }
 
-/// The sums of a report, from single tensors.
-fn accounted(found: integrity::Accounting, source: &Checkpoint) -> Accounting {
-    let mut out = Accounting {
-        source_bytes: found.source_bytes,
-        artifact_bytes: found.artifact_bytes,
-        bits_per_weight: found.bits_per_weight,
-        bits_per_quantized_weight: found.bits_per_quantized_weight,
-        weights_memory_bytes: found.artifact_bytes,
-        ..Accounting::default()
-    };
-    for tensor in found.tensors {
-        let parameters = source.tensors().get(&tensor.tensor).map_or(0, |entry| entry.shape.iter().product::<usize>());
-        let (share, fate) = match tensor.fate {
-            integrity::Fate::Quantized => (Some(&mut out.quantized), Fate::Quantized),
-            integrity::Fate::Copied => (Some(&mut out.copied), Fate::Copied),
-            integrity::Fate::Folded => (Some(&mut out.folded), Fate::Folded),
-            integrity::Fate::Dropped => (Some(&mut out.dropped), Fate::Dropped),
-            integrity::Fate::Missing => (Some(&mut out.missing), Fate::Missing),
-            integrity::Fate::Changed => (None, Fate::Changed),
-            integrity::Fate::Added => (None, Fate::Added),
-        };
-        if let Some(Share { tensors, parameters: sum, source_bytes, artifact_bytes }) = share {
-            *tensors += 1;
-            *sum += parameters as u64;
-            *source_bytes += tensor.source_bytes;
-            *artifact_bytes += tensor.bytes;
-        }
-        if let Some(note) = tensor.note.or_else(|| (fate == Fate::Missing).then(|| "it is not there".into())) {
-            out.exceptions.push(Exception { tensor: tensor.tensor, fate, note });
-        }
-    }
-    out
-}
-
 /// Bytes of a token in the caches that engines have.
 pub fn cache_memory(report: &mut Report, config: &ModelConfig) {
     if let Some(accounting) = &mut report.accounting {
@@ -199,20 +152,13 @@ pub fn modules(
     }
     report.checks.push(range(&errors));
     let corpus = texts::corpus(task);
-    report.module_corpus = Some(Corpus { windows: windows.len(), tokens: errors.tokens as u64, ..corpus });
+    report.module_corpus = Some(WindowedCorpus { windows: windows.len(), tokens: errors.tokens as u64, ..corpus });
     report.modules = errors
         .modules
         .into_iter()
         .map(|module| {
-            let bits = weights.get(&module.module).and_then(|weight| weight.bits);
-            ModuleError {
-                weight_error: weights.get(&module.module).map(|weight| weight.error),
-                module: module.module,
-                layer: module.layer,
-                kind: module.kind,
-                output_error: module.error,
-                bits,
-            }
+            let weight = weights.get(&module.module);
+            ModuleError::new(module, weight)
         })
         .collect();
     Ok(())

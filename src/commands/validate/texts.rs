@@ -3,30 +3,31 @@
 use anyhow::{Context, Result};
 
 use super::super::task::{self, Cut, Task, builtin};
-use crate::calibrate::corpus::Corpus as Text;
+use crate::calibrate::corpus::Corpus;
 use crate::cli::interrupt;
 use crate::cli::print::Printer;
 use crate::cli::validation::TextArgs;
-use crate::evaluate::divergence::{Divergence, Mean, Position, Reference, measure};
-use crate::evaluate::perplexity::Measured;
+use crate::evaluate::divergence::{Divergence, Position, Reference, measure};
+use crate::evaluate::perplexity::WindowNats;
 use crate::format::manifest::Manifest;
+use crate::integrity::{Check, Status};
 use crate::pipeline::measure::Measurement;
 use crate::pipeline::observer::Progress;
 use crate::pipeline::open::{self, Runnable};
 use crate::pipeline::quantize::control_of;
 use crate::report::gate::{Estimate, Outcome, Side, paired};
 use crate::report::number::change;
-use crate::report::{Bins, Check, Control, Corpus, DivergenceOn, PerplexityOn, Status, WindowNats};
+use crate::report::{Bins, Control, DivergenceOn, PerplexityOn, WindowedCorpus};
 
 /// Tokens of a window where nothing else is asked for.
 const WINDOW: usize = 512;
 
 /// The texts that were named, or the built-in ones.
-pub fn corpora(args: &TextArgs, reference: &Runnable) -> Result<Vec<Text>> {
+pub fn corpora(args: &TextArgs, reference: &Runnable) -> Result<Vec<Corpus>> {
     if args.texts.is_empty() {
         return Ok(builtin());
     }
-    args.texts.iter().map(|path| open::corpus(Some(path), Text::heldout, reference.model.checkpoint())).collect()
+    args.texts.iter().map(|path| open::corpus(Some(path), Corpus::heldout, reference.model.checkpoint())).collect()
 }
 
 /// Cuts a text as all models are to read it.
@@ -34,7 +35,7 @@ pub fn task(
     args: &TextArgs,
     artifact: &Runnable,
     reference: &Runnable,
-    corpus: &Text,
+    corpus: &Corpus,
     printer: Printer,
 ) -> Result<Task> {
     let context = artifact.model.config.max_positions.min(reference.model.config.max_positions);
@@ -50,8 +51,8 @@ pub fn task(
 }
 
 /// How a report names the text of a task.
-pub fn corpus(task: &Task) -> Corpus {
-    Corpus {
+pub fn corpus(task: &Task) -> WindowedCorpus {
+    WindowedCorpus {
         name: task.corpus.clone(),
         sha256: task.text_sha256.clone().unwrap_or_default(),
         convention: task.convention,
@@ -79,10 +80,6 @@ pub fn compare(artifact: &Runnable, reference: &Runnable, task: &Task, printer: 
         interrupt::check()
     })?;
     let figures = Divergence::of(&positions).context("nothing to compare")?;
-    let error = |nll: fn(&Position) -> f64| {
-        let mean = Mean::of(positions.iter().map(nll));
-        mean.mean.exp() * mean.stderr
-    };
     let by_window = |nll: fn(&Position) -> f64| {
         let mut rest = &positions[..];
         let one = |scored: usize| {
@@ -92,17 +89,7 @@ pub fn compare(artifact: &Runnable, reference: &Runnable, task: &Task, printer: 
         };
         task.windows.iter().map(|window| window.scored()).map(one).collect::<Vec<_>>()
     };
-    let perplexity = PerplexityOn {
-        corpus: corpus(task),
-        artifact: figures.perplexity.artifact,
-        artifact_stderr: error(|p| p.nll_artifact),
-        reference: figures.perplexity.reference,
-        reference_stderr: error(|p| p.nll_reference),
-        ratio: figures.perplexity.ratio,
-        ratio_stderr: figures.perplexity.ratio_stderr,
-        control: None,
-        windows: by_window(|p| p.nll_artifact),
-    };
+    let perplexity = PerplexityOn::new(corpus(task), &figures, &positions, by_window(|p| p.nll_artifact));
     let histogram = Some(Bins::of_kl(positions.iter().map(|p| p.kl)));
     let divergence = DivergenceOn { corpus: corpus(task), figures, histogram };
     Ok(Compared { perplexity, divergence, reference: by_window(|p| p.nll_reference) })
@@ -139,19 +126,11 @@ pub fn control(
     compared: &Compared,
     printer: Printer,
 ) -> Result<Option<(Control, Vec<WindowNats>)>> {
-    let Some(Measured { result, windows }) = control_of(manifest, reference, how, printer)? else {
-        return Ok(None);
-    };
-    let ratio = result.perplexity / compared.perplexity.reference;
-    // Paired by windows, as a ratio estimate.
-    let tokens: f64 = windows.iter().map(|window| window.count as f64).sum();
-    let pairs = windows.iter().zip(&compared.reference);
-    let squares: f64 = pairs.map(|(w, r)| (w.sum - r.nats - ratio.ln() * w.count as f64).powi(2)).sum();
-    let n = windows.len() as f64;
-    let error = if n > 1.0 { (squares * n / (n - 1.0)).sqrt() / tokens } else { 0.0 };
-    let nats = windows.iter().map(|window| WindowNats { nats: window.sum, tokens: window.count as u64 }).collect();
-    let control = Control { method: "rtn".into(), perplexity: result.perplexity, ratio, ratio_stderr: ratio * error };
-    Ok(Some((control, nats)))
+    let measured = control_of(manifest, reference, how, printer)?;
+    Ok(measured.map(|measured| {
+        let control = Control::new("rtn", &measured, compared.perplexity.reference, &compared.reference);
+        (control, measured.windows)
+    }))
 }
 
 #[cfg(test)]
@@ -165,7 +144,7 @@ mod tests {
 
     #[test]
     fn only_what_is_certain_loses_to_plain_rounding() {
-        let corpus = Corpus {
+        let corpus = WindowedCorpus {
             name: "text".into(),
             sha256: String::new(),
             convention: Convention::Gptq,

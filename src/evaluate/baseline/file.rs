@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
-use super::{Corpus, CorpusRecord, Header, Record};
+use super::{BaselineCorpus, CorpusRecord, Header, Record};
 use crate::evaluate::windows::Window;
 use crate::format::atomic::{OutputError, write_atomic};
 
@@ -56,8 +56,8 @@ impl Writer {
     }
 
     /// Takes up a text. Its counts are taken from its windows and records, which must fit.
-    pub fn add(&mut self, corpus: &Corpus) -> Result<(), BaselineError> {
-        let Corpus { record, windows, records } = corpus;
+    pub fn add(&mut self, corpus: &BaselineCorpus) -> Result<(), BaselineError> {
+        let BaselineCorpus { record, windows, records } = corpus;
         let positions: usize = windows.iter().map(Window::scored).sum();
         if positions != records.len() {
             let name = &record.name;
@@ -117,7 +117,7 @@ impl Writer {
 #[derive(Debug)]
 pub struct Reader {
     pub header: Header,
-    pub corpora: Vec<Corpus>,
+    pub corpora: Vec<BaselineCorpus>,
     /// Size of the file.
     pub bytes: usize,
 }
@@ -242,7 +242,7 @@ impl<'a> Cursor<'a> {
         values.map(|p| if is_log_prob(f64::from(p)) { Ok(p) } else { Err(no_log_prob(f64::from(p))) }).collect()
     }
 
-    fn corpus(&mut self, record: &CorpusRecord, vocab: usize) -> Result<Corpus, String> {
+    fn corpus(&mut self, record: &CorpusRecord, vocab: usize) -> Result<BaselineCorpus, String> {
         let name = &record.name;
         let mut windows = Vec::new();
         for number in 0..record.windows {
@@ -262,7 +262,7 @@ impl<'a> Cursor<'a> {
         let records = (0..positions)
             .map(|at| self.record(vocab).map_err(|why| format!("prediction {at} of `{name}`: {why}")))
             .collect::<Result<_, _>>()?;
-        Ok(Corpus { record: record.clone(), windows, records })
+        Ok(BaselineCorpus { record: record.clone(), windows, records })
     }
 
     fn record(&mut self, vocab: usize) -> Result<Record, String> {

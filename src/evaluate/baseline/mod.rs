@@ -90,7 +90,7 @@ pub struct CorpusRecord {
 
 /// A text's windows, and what the reference predicted: a record a predicted token, window after window.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Corpus {
+pub struct BaselineCorpus {
     pub record: CorpusRecord,
     pub windows: Vec<Window>,
     pub records: Vec<Record>,

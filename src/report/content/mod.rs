@@ -2,11 +2,12 @@
 
 mod parts;
 
+use super::Report;
 use super::gate::{Outcome, Row, Verdict};
 use super::number::{change, grouped, percent, significant};
-use super::sections::{Corpus, Identity};
+use super::sections::{Identity, WindowedCorpus};
 use super::table::{Column, Table};
-use super::{Report, Status};
+use crate::integrity::Status;
 use parts::{acceptance, accounting, cache, consumers, modules, provenance};
 pub use parts::{cache_name, honest, largest, of_quantized, pair_name};
 
@@ -205,7 +206,7 @@ pub fn moved(ratio: f64, stderr: f64) -> String {
     format!("{}{error}", change(ratio - 1.0, 2))
 }
 
-fn corpora<'a>(caption: &str, all: impl Iterator<Item = &'a Corpus>) -> Table {
+fn corpora<'a>(caption: &str, all: impl Iterator<Item = &'a WindowedCorpus>) -> Table {
     let columns = [
         ("text", Column::Text),
         ("convention", Column::Text),
@@ -217,7 +218,7 @@ fn corpora<'a>(caption: &str, all: impl Iterator<Item = &'a Corpus>) -> Table {
     ];
     let mut table = Table { long: true, ..Table::new(caption, &columns) };
     for corpus in all {
-        let Corpus { name, sha256, convention, window, windows, bos, tokens } = corpus;
+        let WindowedCorpus { name, sha256, convention, window, windows, bos, tokens } = corpus;
         let (window, windows) = (window.to_string(), windows.to_string());
         table.row([
             name.clone(),

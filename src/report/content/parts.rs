@@ -1,11 +1,13 @@
 //! The later sections: what was measured in parts, and where all comes from.
 
 use super::{Section, capital, corpora, describe, moved};
+use crate::evaluate::cache_error::CacheErrors;
+use crate::integrity::Fate;
 use crate::num::size::shown;
 use crate::report::Report;
 use crate::report::number::{Unit, grouped, percent, significant};
 use crate::report::sections::{
-    Acceptance, Accounting, CacheErrors, CacheType, Fate, ModuleError, Role, ScaleSource, Share, Speedup, TokensSeen,
+    Acceptance, Accounting, CacheFigures, ModuleError, Role, ScaleSource, Share, Speedup, TokensSeen,
 };
 use crate::report::table::{Column, Table};
 
@@ -45,7 +47,7 @@ pub fn modules(report: &Report) -> Option<Section> {
 }
 
 /// The type and where its scales come from.
-pub fn cache_name(kind: &CacheType) -> String {
+pub fn cache_name(kind: &CacheFigures) -> String {
     let scales = match kind.scales {
         ScaleSource::Unit => ", scale 1.0",
         ScaleSource::Calibrated => ", calibrated",

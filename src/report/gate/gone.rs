@@ -3,7 +3,7 @@
 use super::rows::{Rows, pair_name, pair_of, partner, scales, trimmed};
 use super::{Outcome, Row};
 use crate::report::number::Unit;
-use crate::report::sections::{CacheType, Corpus};
+use crate::report::sections::{CacheFigures, WindowedCorpus};
 use crate::report::thresholds::Percent;
 
 impl Rows<'_> {
@@ -32,7 +32,7 @@ impl Rows<'_> {
         let limit = percent("`max_cache_ppl_increase`", limits.max_cache_ppl_increase)
             .or_else(|| number("`min_cache_agreement`", limits.min_cache_agreement));
         if let Some(cache) = &baseline.cache {
-            let there = |kind: &CacheType| {
+            let there = |kind: &CacheFigures| {
                 let mut all = now.cache.iter().flat_map(|cache| &cache.types);
                 all.any(|other| other.kind == kind.kind && other.scales == kind.scales)
             };
@@ -63,7 +63,7 @@ impl Rows<'_> {
 }
 
 /// The texts of `before` that no entry of `now` stands for.
-fn lost<'b, T>(now: &[T], before: &'b [T], on: fn(&T) -> &Corpus) -> Vec<&'b Corpus> {
+fn lost<'b, T>(now: &[T], before: &'b [T], on: fn(&T) -> &WindowedCorpus) -> Vec<&'b WindowedCorpus> {
     let taken = |theirs: &T| now.iter().any(|n| partner(on(n), before, on).is_some_and(|p| std::ptr::eq(p, theirs)));
     before.iter().filter(|theirs| !taken(theirs)).map(on).collect()
 }

@@ -24,10 +24,11 @@ use serde::{Deserialize, Serialize};
 
 pub use statistics::{Estimate, Side, paired};
 
+use super::Report;
 use super::number::Unit;
 use super::table::clean;
 use super::thresholds::Thresholds;
-use super::{Report, Status};
+use crate::integrity::Status;
 
 /// How a row came out, from good to bad.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

@@ -4,9 +4,12 @@ use serde_json::Value;
 
 use super::statistics::{Estimate, Side, paired};
 use super::{Outcome, Row};
+use crate::integrity::Status;
 use crate::report::Report;
 use crate::report::number::{Unit, significant};
-use crate::report::sections::{Acceptance, CacheType, Corpus, DivergenceOn, PerplexityOn, Role, ScaleSource, Status};
+use crate::report::sections::{
+    Acceptance, CacheFigures, DivergenceOn, PerplexityOn, Role, ScaleSource, WindowedCorpus,
+};
 use crate::report::thresholds::{Percent, Thresholds};
 
 /// Broken numbers that are named; of the rest only the number is told.
@@ -144,12 +147,12 @@ impl<'a> Rows<'a> {
                 if cache.baseline != theirs.baseline {
                     return Err("not comparable: the caches were held against another type".to_string());
                 }
-                let same = |other: &&CacheType| other.kind == kind.kind && other.scales == kind.scales;
+                let same = |other: &&CacheFigures| other.kind == kind.kind && other.scales == kind.scales;
                 theirs.types.iter().find(same).ok_or_else(|| format!("the baseline has no {name}"))
             });
             let before = theirs.as_ref().and_then(|found| found.as_ref().ok());
             let mut row = of(format!("perplexity change, {name}"), Unit::Change, kind.ratio - 1.0);
-            let ratio = |kind: &CacheType| log_ratio(kind.ratio, kind.ratio_stderr);
+            let ratio = |kind: &CacheFigures| log_ratio(kind.ratio, kind.ratio_stderr);
             if let Some(limit) = limits.max_cache_ppl_increase.filter(|_| !informs) {
                 row.limit = Some(format!("at most +{limit}"));
                 settle(&mut row, ratio(kind), Side::AtMost, limit.0.ln_1p());
@@ -161,7 +164,7 @@ impl<'a> Rows<'a> {
                 row.moved_stderr = Some(kind.ratio * moved.stderr);
             }
             self.push(row, &theirs);
-            let agreement = |kind: &CacheType| {
+            let agreement = |kind: &CacheFigures| {
                 let share = kind.greedy_agreement;
                 Estimate::new(share, binomial(share, cache.corpus.tokens))
             };
@@ -292,9 +295,9 @@ impl<'a> Rows<'a> {
     /// What the baseline has on the same tokens; why not, where it has none. `None` without a baseline.
     fn counterpart<T>(
         &self,
-        corpus: &Corpus,
+        corpus: &WindowedCorpus,
         section: fn(&Report) -> &Vec<T>,
-        on: fn(&T) -> &Corpus,
+        on: fn(&T) -> &WindowedCorpus,
         needs_reference: bool,
     ) -> Option<Result<&'a T, String>> {
         let baseline = self.baseline?;
@@ -316,9 +319,9 @@ impl<'a> Rows<'a> {
 fn counterpart<'b, T>(
     report: &Report,
     baseline: &'b Report,
-    corpus: &Corpus,
+    corpus: &WindowedCorpus,
     section: fn(&Report) -> &Vec<T>,
-    on: fn(&T) -> &Corpus,
+    on: fn(&T) -> &WindowedCorpus,
     needs_reference: bool,
 ) -> Result<&'b T, String> {
     if needs_reference {
@@ -333,7 +336,7 @@ fn counterpart<'b, T>(
 }
 
 /// The entry on this text: whatever it is called, else what is called so.
-pub(super) fn partner<'b, T>(corpus: &Corpus, all: &'b [T], on: fn(&T) -> &Corpus) -> Option<&'b T> {
+pub(super) fn partner<'b, T>(corpus: &WindowedCorpus, all: &'b [T], on: fn(&T) -> &WindowedCorpus) -> Option<&'b T> {
     let named = |theirs: &&T| on(theirs).name == corpus.name;
     let same = |theirs: &&T| !corpus.sha256.is_empty() && on(theirs).sha256 == corpus.sha256;
     let both = all.iter().find(|theirs| same(theirs) && named(theirs));
@@ -341,7 +344,7 @@ pub(super) fn partner<'b, T>(corpus: &Corpus, all: &'b [T], on: fn(&T) -> &Corpu
 }
 
 /// What of two corpora is not the same.
-fn differs(now: &Corpus, before: &Corpus) -> Option<String> {
+fn differs(now: &WindowedCorpus, before: &WindowedCorpus) -> Option<String> {
     let mut parts = Vec::new();
     if now.sha256 != before.sha256 {
         parts.push("another text".to_string());

@@ -1,7 +1,7 @@
 //! Estimates with their standard errors, and what they say about a limit.
 
 use super::Outcome;
-use crate::report::sections::WindowNats;
+use crate::evaluate::perplexity::WindowNats;
 
 /// Quantile of the normal distribution below which 95 % lie.
 const Z95: f64 = 1.644_853_626_951_472_2;

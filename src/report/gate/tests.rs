@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use super::*;
-use crate::report::sections::{Check, WindowNats};
+use crate::evaluate::perplexity::WindowNats;
+use crate::integrity::Check;
 use crate::report::thresholds::Percent;
 
 fn sample(name: &str) -> Report {

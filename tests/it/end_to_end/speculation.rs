@@ -12,7 +12,7 @@ use quantkit::engine::cache::CacheOptions;
 use quantkit::engine::generate::{Stop, generate};
 use quantkit::engine::sampler::{Sampler, SamplerOptions};
 use quantkit::engine::speculate::{self, Ahead, Rounds, SpeculateError, Speculation};
-use quantkit::evaluate::acceptance::{Acceptance, chains, replay};
+use quantkit::evaluate::acceptance::{AcceptanceFigures, chains, replay};
 use quantkit::evaluate::cache_error::Setting;
 use quantkit::evaluate::speculation::{Task, measure};
 use quantkit::format;
@@ -224,7 +224,7 @@ fn replays_are_what_happens() {
             );
         }
         let json = serde_json::to_string(&found).unwrap();
-        assert_eq!(serde_json::from_str::<Acceptance>(&json).unwrap(), found);
+        assert_eq!(serde_json::from_str::<AcceptanceFigures>(&json).unwrap(), found);
     }
 }
 
