@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use super::blocks::{BlockError, Blocks};
 pub use super::blocks::{SeqId, Statistics};
-use super::pass::Steps;
+use super::steps::Steps;
 use crate::backend::cache::{BLOCK, CacheType, LayerScales, Pool, PoolShape, SavedBlocks, Tables};
 use crate::backend::{Batch, DeviceError, Span};
 use crate::model::{Model, ModelError};

@@ -11,3 +11,4 @@ pub mod sampler;
 pub mod scheduler;
 pub mod score;
 pub mod speculate;
+mod steps;
