@@ -13,7 +13,7 @@ use thiserror::Error;
 
 use super::text::{Counted, TextFacts, TextSource};
 use crate::model::chat::{ChatError, Message};
-use crate::model::cuts::{OnLongPart, PIECE, TextEncoder};
+use crate::model::text_encoder::{OnLongPart, PIECE, TextEncoder};
 use crate::model::tokenizer::{BosRule, Tokenizer, TokenizerError};
 
 /// Text shipped for calibration when the user gives none.

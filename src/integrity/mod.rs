@@ -25,7 +25,8 @@ pub use weights::WeightError;
 use crate::checkpoint::Checkpoint;
 use crate::format::manifest::{self, Manifest, verify_manifest};
 use crate::format::{self, FormatError, Opened};
-use crate::model::config::{ConfigError, ModelConfig};
+use crate::model::config::ModelConfig;
+use crate::model::config_error::ConfigError;
 
 /// Why nothing can be said.
 #[derive(Debug, Error)]

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::Findings;
 use crate::calibrate::corpus::Corpus;
 use crate::checkpoint::{self, Checkpoint};
-use crate::model::templates::{DEFAULT, templates};
+use crate::model::chat::templates::{DEFAULT, templates};
 use crate::model::tokenizer::Tokenizer;
 
 /// Where a chat template may stand, in the order in which it is believed.

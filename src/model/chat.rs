@@ -3,6 +3,8 @@
 //! A template is a program that came with a download. It is run with a budget of work, and its size and the size
 //! of what it writes are bounded; it sees the conversation and the two special tokens, nothing else.
 
+pub mod templates;
+
 use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::io;
@@ -17,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::checkpoint::{Checkpoint, CheckpointError, KeyError};
-use crate::model::templates::{DEFAULT, templates};
+use templates::{DEFAULT, templates};
 
 /// The largest template that is read; the longest in use are a tenth of it.
 const TEMPLATE_BYTES: usize = 256 << 10;

@@ -1,36 +1,14 @@
 //! `config.json` settled into numbers the engine needs, family defaults filled in.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
 
 use serde_json::Value;
-use thiserror::Error;
 
+use super::config_error::ConfigError;
 use super::families::{self, Family, Sliding};
 use super::rope::{self, Rope};
 use crate::backend::Activation;
-use crate::checkpoint::{CheckpointError, JsonKeys, KeyError};
-
-/// Why a config cannot be run.
-#[derive(Debug, Error)]
-pub enum ConfigError {
-    #[error("model type `{name}` is not known; known: {known}")]
-    UnknownFamily { name: String, known: String },
-    #[error(transparent)]
-    Key(#[from] KeyError),
-    #[error(transparent)]
-    Tensor(#[from] CheckpointError),
-    #[error(
-        "tensor `{tensor}` is missing from `{dir}`, and {said}; add the tensor, or set the key to true if the embedding is \
-         the output head"
-    )]
-    Head { tensor: String, dir: PathBuf, said: String },
-    #[error(
-        "tensor `{tensor}` is missing from `{dir}`, and the config asks for it ({why}); add the tensor, or correct the \
-         config"
-    )]
-    Bias { tensor: String, dir: PathBuf, why: String },
-}
+use crate::checkpoint::{JsonKeys, KeyError};
 
 /// Attention of one layer.
 #[derive(Clone, Debug, PartialEq)]

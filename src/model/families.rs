@@ -1,7 +1,7 @@
 //! The table of architectures. A family is a row: what its config leaves unsaid and how its block differs
 //! from the plain pre-norm, gated, rotary decoder that all of them share.
 
-use super::config::ConfigError;
+use super::config_error::ConfigError;
 
 /// Where linears carry biases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

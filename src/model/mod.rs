@@ -4,6 +4,7 @@ pub mod block;
 mod cache_scales;
 pub mod chat;
 pub mod config;
+pub mod config_error;
 pub mod cuts;
 pub mod families;
 pub mod fold;
@@ -12,7 +13,7 @@ pub mod presence;
 pub mod rope;
 pub mod source;
 pub mod splits;
-pub mod templates;
+pub mod text_encoder;
 pub mod tokenizer;
 
 use std::sync::{Arc, Mutex};
@@ -24,7 +25,8 @@ use crate::backend::tensor::Tensor;
 use crate::backend::{Backend, Batch, DeviceError, Matrix, RopeTable, Span};
 use crate::checkpoint::Checkpoint;
 use block::{Block, Chunk};
-use config::{ConfigError, ModelConfig};
+use config::ModelConfig;
+use config_error::ConfigError;
 use source::{SourceError, WeightSource};
 
 /// Why a model cannot be opened or run.

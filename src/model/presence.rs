@@ -10,7 +10,8 @@ use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::config::{ConfigError, ModelConfig};
+use super::config::ModelConfig;
+use super::config_error::ConfigError;
 use super::families::Biases;
 use super::head_path;
 use crate::checkpoint::{Checkpoint, Entry};

@@ -3,7 +3,7 @@
 
 use std::f64::consts::PI;
 
-use super::config::ConfigError;
+use super::config_error::ConfigError;
 use super::families::Family;
 use crate::checkpoint::{JsonKeys, KeyError};
 

@@ -6,7 +6,7 @@ use std::io::Write;
 use quantkit::calibrate::corpus::Corpus;
 use quantkit::checkpoint::Checkpoint;
 use quantkit::format::gguf::pretokenizer::rules;
-use quantkit::model::cuts::TextEncoder;
+use quantkit::model::text_encoder::TextEncoder;
 use quantkit::model::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use tempfile::TempDir;

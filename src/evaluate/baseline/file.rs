@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use super::{BaselineCorpus, CorpusRecord, Header, Record};
 use crate::evaluate::windows::Window;
-use crate::format::atomic::{OutputError, write_atomic};
+use crate::format::output::{OutputError, write_atomic};
 
 const MAGIC: &[u8; 8] = b"QKLBASE\0";
 const VERSION: u32 = 1;

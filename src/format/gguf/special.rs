@@ -6,7 +6,7 @@ use serde_json::Value as Json;
 use super::value::Metadata;
 use crate::checkpoint::{Checkpoint, CheckpointError, JsonKeys, KeyError, whole};
 use crate::model::chat::ChatError;
-use crate::model::templates::{DEFAULT, NamedTemplate, templates};
+use crate::model::chat::templates::{DEFAULT, NamedTemplate, templates};
 
 /// Kinds of special tokens in the order of writing, and what their keys call them; `cls` has no key.
 const KINDS: [(&str, Option<&str>); 9] = [

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::chat::ChatError;
+use super::ChatError;
 use crate::checkpoint::{Checkpoint, JsonKeys, TEMPLATES};
 
 /// The template that is used unless another one is asked for.
