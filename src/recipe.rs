@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::calibrate::cache::Sharing;
 use crate::calibrate::driver::{Course, Needs};
-use crate::format::layout::{InputsKind, KvScales, Tile};
+use crate::format::kind::{InputsKind, KvScales, Tile};
 use crate::quantize::gptq::GptqOptions;
 use crate::quantize::scale_search::ScaleSearch;
 use crate::scheme::Scheme;

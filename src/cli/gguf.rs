@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::args::{EvaluationArgs, ModelArgs};
+use super::options::{EvaluationArgs, ModelArgs};
 use super::parse::{parse_count, parse_file_type, parse_ggml_type};
 use crate::format::gguf::file_type::FileType;
 use crate::num::ggml::GgmlType;

@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 
-use super::args::{CalibrationArgs, GridArg, ModelArgs, OutputArgs, SchemeArgs};
+use super::options::{CalibrationArgs, GridArg, ModelArgs, OutputArgs, SchemeArgs};
 
 /// Where weights of a few bits are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -23,15 +23,6 @@ pub enum RoundingArg {
     Rtn,
     /// With error compensation
     Gptq,
-}
-
-/// Scales for a cache of 8-bit keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum KvCacheArg {
-    /// One scale a layer for keys and one for values
-    Fp8,
-    /// One scale a head
-    Fp8PerHead,
 }
 
 /// How strongly SmoothQuant smooths.

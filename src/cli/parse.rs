@@ -1,12 +1,53 @@
-//! Values of options, from text.
+//! Values of options, from text, and the types of those that only the command line has.
 
-use super::args::DeviceArg;
-use super::planning::Reserve;
+use std::fmt;
+
 use crate::evaluate::windows::Convention;
 use crate::format::gguf::file_type::FileType;
 use crate::model::tokenizer::BosMode;
 use crate::num::ggml::GgmlType;
 use crate::num::size;
+
+/// Where to compute.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DeviceArg {
+    Auto,
+    Cpu,
+    AllCuda,
+    /// Ordinals of CUDA devices.
+    Cuda(Vec<usize>),
+}
+
+impl fmt::Display for DeviceArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceArg::Auto => f.write_str("auto"),
+            DeviceArg::Cpu => f.write_str("cpu"),
+            DeviceArg::AllCuda => f.write_str("cuda"),
+            DeviceArg::Cuda(all) => {
+                let all: Vec<String> = all.iter().map(usize::to_string).collect();
+                write!(f, "cuda:{}", all.join(","))
+            }
+        }
+    }
+}
+
+/// What of the memory is not for weights and cache.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Reserve {
+    Bytes(u64),
+    /// From 0 up to, but not including, 1.
+    Share(f64),
+}
+
+impl Reserve {
+    pub fn of(self, memory: u64) -> u64 {
+        match self {
+            Reserve::Bytes(bytes) => bytes.min(memory),
+            Reserve::Share(share) => (memory as f64 * share).round() as u64,
+        }
+    }
+}
 
 pub fn parse_file_type(text: &str) -> Result<FileType, String> {
     let known = || FileType::all().map(FileType::name).collect::<Vec<_>>().join(", ");

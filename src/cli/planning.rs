@@ -4,9 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::args::{Command, DeviceArg, OutputArgs};
 use super::environment::stand_in;
-use super::parse::{parse_bytes, parse_count, parse_device, parse_group_size, parse_reserve};
+use super::parse::{DeviceArg, Reserve, parse_bytes, parse_count, parse_device, parse_group_size, parse_reserve};
 
 #[derive(Debug, Args)]
 pub struct PlanArgs {
@@ -33,23 +32,6 @@ pub struct PlanArgs {
     pub json: bool,
 }
 
-/// What of the memory is not for weights and cache.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Reserve {
-    Bytes(u64),
-    /// From 0 up to, but not including, 1.
-    Share(f64),
-}
-
-impl Reserve {
-    pub fn of(self, memory: u64) -> u64 {
-        match self {
-            Reserve::Bytes(bytes) => bytes.min(memory),
-            Reserve::Share(share) => (memory as f64 * share).round() as u64,
-        }
-    }
-}
-
 #[derive(Debug, Args)]
 pub struct RunArgs {
     /// The recipe
@@ -67,30 +49,4 @@ pub struct RunArgs {
     /// One JSON object on stdout, nothing else
     #[arg(long)]
     pub json: bool,
-}
-
-impl Command {
-    /// Where its artifact goes, for a command that quantizes to a folder.
-    pub fn output(&self) -> Option<&OutputArgs> {
-        match self {
-            Self::Gptq(args) => Some(&args.output),
-            Self::Rtn(args) => Some(&args.output),
-            Self::Awq(args) => Some(&args.output),
-            Self::Smoothquant(args) => Some(&args.output),
-            Self::Fp8(args) => Some(&args.output),
-            _ => None,
-        }
-    }
-
-    /// The same, to be settled by whoever runs it.
-    pub fn output_mut(&mut self) -> Option<&mut OutputArgs> {
-        match self {
-            Self::Gptq(args) => Some(&mut args.output),
-            Self::Rtn(args) => Some(&mut args.output),
-            Self::Awq(args) => Some(&mut args.output),
-            Self::Smoothquant(args) => Some(&mut args.output),
-            Self::Fp8(args) => Some(&mut args.output),
-            _ => None,
-        }
-    }
 }

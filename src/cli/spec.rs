@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::args::ModelArgs;
+use super::options::ModelArgs;
 use super::parse::{parse_bos, parse_count, parse_whole_share};
 use super::serving::CacheTypeArgs;
 use crate::engine::speculate::Ahead;

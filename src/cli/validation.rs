@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::args::{DeviceArg, ModelArgs};
 use super::environment::stand_in;
-use super::parse::{parse_bos, parse_convention, parse_count, parse_device};
+use super::options::ModelArgs;
+use super::parse::{DeviceArg, parse_bos, parse_convention, parse_count, parse_device};
 use super::report::ThresholdArgs;
 use crate::backend::cache::CacheType;
 use crate::evaluate::windows::Convention;

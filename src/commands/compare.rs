@@ -9,7 +9,7 @@ use super::validate::summarize;
 use crate::cli::exit::CheckFailed;
 use crate::cli::print::Printer;
 use crate::cli::report::CompareArgs;
-use crate::format::atomic::write_atomic;
+use crate::format::output::write_atomic;
 use crate::report::content::{gate_notes, gate_table, judgement};
 use crate::report::gate::{Verdict, judge};
 use crate::report::table::clean;

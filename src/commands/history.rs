@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 
 use crate::cli::print::Printer;
 use crate::cli::report::HistoryArgs;
-use crate::format::atomic::write_atomic;
+use crate::format::output::write_atomic;
 use crate::report::Report;
 use crate::report::history::{History, find};
 

@@ -7,11 +7,12 @@ use serde::Serialize;
 
 use crate::backend::cache::{BLOCK, CacheType};
 use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::cli::planning::{PlanArgs, Reserve};
+use crate::cli::parse::Reserve;
+use crate::cli::planning::PlanArgs;
 use crate::cli::print::Printer;
 use crate::engine::capacity::{sequence_bytes, sequences, token_bytes};
-use crate::format::gguf::read::{GgufFile, Tensor};
 use crate::format::gguf::source::GgufSource;
+use crate::format::gguf::{parse::Tensor, read::GgufFile};
 use crate::format::sizes::{self, Size, Source};
 use crate::format::{self, config};
 use crate::hub::{self, HubOptions};

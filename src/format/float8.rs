@@ -1,7 +1,8 @@
 //! Linears in E4M3, as compressed-tensors and the `fp8` method store them: both differ in little but names.
 
 use crate::backend::weight::{Fp8, Inputs, Weight};
-use crate::format::layout::{InputsKind, Stored, Tile};
+use crate::format::kind::{InputsKind, Tile};
+use crate::format::layout::Stored;
 use crate::format::safetensors::TensorSpec;
 use crate::format::stored::{FLOATS, Linear, Tensors};
 use crate::quantize::float8::Float8;

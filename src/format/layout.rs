@@ -3,10 +3,9 @@
 use std::collections::BTreeMap;
 
 use half::f16;
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::consumers::{Kind, Module};
+use super::kind::{Kind, KvScales, Module};
 use super::safetensors::TensorSpec;
 use crate::backend::weight::{Inputs, Weight};
 use crate::quantize::Quantized;
@@ -53,139 +52,6 @@ impl Solution {
     }
 }
 
-/// What becomes of the inputs of all linears: [`Inputs`] before anything is known in numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum InputsKind {
-    /// They stay as they are.
-    #[default]
-    Float,
-    /// Each token by a scale of its own.
-    Token,
-    /// Each token by a scale and a zero point of its own.
-    TokenAsymmetric,
-    /// Each token and run of so many channels by a scale of its own.
-    Group(usize),
-    /// All by one scale of the artifact.
-    Tensor,
-    /// All by one scale and one zero point of the artifact.
-    TensorAsymmetric,
-}
-
-impl InputsKind {
-    /// Whether `inputs` are of this kind; the module's own numbers do not matter, except that a symmetric scale has
-    /// no zero point.
-    pub fn holds(self, inputs: Inputs) -> bool {
-        match inputs {
-            Inputs::Float => self == InputsKind::Float,
-            Inputs::Token => self == InputsKind::Token,
-            Inputs::TokenAsymmetric => self == InputsKind::TokenAsymmetric,
-            Inputs::Group(size) => self == InputsKind::Group(size),
-            Inputs::Tensor { zero, .. } => {
-                self == InputsKind::TensorAsymmetric || (self == InputsKind::Tensor && zero == 0)
-            }
-        }
-    }
-
-    /// Whether they stay as they are.
-    pub fn is_float(&self) -> bool {
-        *self == InputsKind::Float
-    }
-
-    /// The same for a linear whose inputs are at most `largest` in magnitude, which `top` is to stand for.
-    pub fn inputs(self, largest: f32, top: f32) -> Inputs {
-        match self {
-            InputsKind::Float => Inputs::Float,
-            InputsKind::Token => Inputs::Token,
-            InputsKind::TokenAsymmetric => Inputs::TokenAsymmetric,
-            InputsKind::Group(columns) => Inputs::Group(columns),
-            InputsKind::Tensor | InputsKind::TensorAsymmetric => {
-                Inputs::Tensor { scale: (largest / top).max(f32::MIN_POSITIVE), zero: 0 }
-            }
-        }
-    }
-
-    /// How the engine rounds them, for records and people; `None` where they stay floats. `numbers` are those of the
-    /// weights. This is compressed-tensors' own arithmetic (`calculate_qparams`, `fake_quantize`) in f32; engines that
-    /// serve artifacts differ where the text says so (vLLM `int8/scaled_quant.cu`, SGLang `int8_kernel.py`).
-    pub fn reading(self, numbers: Rounded) -> Option<String> {
-        let each = match self {
-            InputsKind::Float => return None,
-            InputsKind::Token | InputsKind::TokenAsymmetric => "each token".into(),
-            InputsKind::Group(size) => format!("each {size} inputs of a token"),
-            InputsKind::Tensor | InputsKind::TensorAsymmetric => "the artifact's".into(),
-        };
-        Some(match (numbers, self) {
-            (Rounded::Integers, InputsKind::Tensor) => format!("8-bit integers, scale: {each}"),
-            (Rounded::Integers, InputsKind::TensorAsymmetric) => {
-                format!("8-bit integers, scale and zero point: {each}")
-            }
-            (Rounded::Integers, InputsKind::TokenAsymmetric) => format!(
-                "8-bit integers, scale of {each}: (max - min) / 255, 0 within the range, as in compressed-tensors (vLLM: \
-                 without 0)"
-            ),
-            (Rounded::Integers, _) => format!(
-                "8-bit integers, scale of {each}: max|x| / 127.5, as in compressed-tensors (vLLM and SGLang: / 127)"
-            ),
-            (Rounded::Floats, kind) if kind.is_static() => format!("E4M3, scale: {each}"),
-            (Rounded::Floats, _) => format!("E4M3, scale of {each}: max|x| / 448"),
-        })
-    }
-
-    /// Whether the artifact holds a scale for them.
-    pub fn is_static(self) -> bool {
-        matches!(self, InputsKind::Tensor | InputsKind::TensorAsymmetric)
-    }
-}
-
-/// What inputs are rounded to: the same kind of number as the weights beside them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rounded {
-    Integers,
-    Floats,
-}
-
-/// What shares a scale in weights of 8-bit floats.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Tile {
-    /// The whole weight. Engines that join linears round all parts anew unless these have equal scales.
-    Tensor,
-    /// One output channel.
-    Channel,
-    /// So many outputs by so many inputs; those at the edges are smaller.
-    Block(usize, usize),
-}
-
-impl Tile {
-    /// As the command line names it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Tile::Tensor => "tensor",
-            Tile::Channel => "channel",
-            Tile::Block(..) => "block",
-        }
-    }
-
-    /// Outputs and inputs that share a scale in a weight of `rows` by `cols`.
-    pub fn size(self, rows: usize, cols: usize) -> (usize, usize) {
-        match self {
-            Tile::Tensor => (rows.max(1), cols.max(1)),
-            Tile::Channel => (1, cols.max(1)),
-            Tile::Block(height, width) => (height.max(1), width.max(1)),
-        }
-    }
-
-    /// The shape of the tensor of scales.
-    pub fn scales(self, rows: usize, cols: usize) -> Vec<usize> {
-        match self {
-            Tile::Tensor => vec![1],
-            Tile::Channel => vec![rows, 1],
-            Tile::Block(height, width) => vec![rows.div_ceil(height.max(1)), cols.div_ceil(width.max(1))],
-        }
-    }
-}
-
 /// What it becomes.
 pub struct Stored {
     /// As [`Layout::specs`] announced them.
@@ -224,14 +90,6 @@ pub struct GptqFacts {
     /// Share of the mean diagonal added to the Hessian.
     pub damp_percent: f64,
     pub true_sequential: bool,
-}
-
-/// What shares a scale in a cache of 8-bit keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum KvScales {
-    Tensor,
-    Head,
 }
 
 /// A form in which quantized linears are stored.

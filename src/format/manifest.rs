@@ -13,7 +13,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
-use super::atomic::{OutputError, write_atomic};
+use super::output::{OutputError, write_atomic};
 use super::pretty;
 use crate::num::hex::hex;
 

@@ -11,9 +11,11 @@ mod foreign;
 pub mod fp8;
 pub mod gguf;
 pub mod gptq;
+pub mod kind;
 pub mod layout;
 pub mod manifest;
 mod modelopt;
+pub mod output;
 pub mod replace;
 pub mod safetensors;
 pub mod sizes;
@@ -32,8 +34,8 @@ use crate::model::config::ModelConfig;
 use crate::model::source::{DenseSource, WeightSource};
 use crate::scheme::Scheme;
 use crate::tensor::Dtype;
-use consumers::{Kind, Module, Plan};
-use layout::KvScales;
+use consumers::Plan;
+use kind::{Kind, KvScales, Module};
 
 /// A stored form of quantized weights that can be read.
 struct Format {

@@ -10,8 +10,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::atomic::OutputError;
 use super::manifest::{self, Manifest, compare};
+use super::output::OutputError;
 
 /// The files of `dir` that quantkit wrote, by their paths inside it: the manifest and what it lists. None without a
 /// manifest.

@@ -4,8 +4,7 @@
 use serde::Serialize;
 
 use super::awq::AwqLayout;
-use super::compressed::{self, CompressedLayout};
-use super::consumers::Module;
+use super::compressed::CompressedLayout;
 use super::fp8::Fp8Layout;
 use super::gguf::file_type::FileType;
 use super::gguf::metadata::rope_freqs;
@@ -13,7 +12,8 @@ use super::gguf::names::{Architecture, ROPE_FACTORS};
 use super::gguf::select::{ModelFacts, Options, SelectError, kept, select};
 use super::gguf::write::{self, data_bytes};
 use super::gptq::GptqLayout;
-use super::layout::{InputsKind, Layout, Tile, fitting, laid_out};
+use super::kind::{self, InputsKind, Module, Tile};
+use super::layout::{Layout, fitting, laid_out};
 use super::safetensors::TensorSpec;
 use crate::checkpoint::{Checkpoint, Entry, JsonKeys, KeyError};
 use crate::model::config::ModelConfig;
@@ -152,7 +152,7 @@ fn forms(group_size: GroupSize) -> Vec<Form> {
         layout,
         scheme,
     };
-    let (float8, block) = (compressed::Form::Float8 { tile: Tile::Channel, inputs: InputsKind::Token }, 128);
+    let (float8, block) = (kind::Form::Float8 { tile: Tile::Channel, inputs: InputsKind::Token }, 128);
     let mut out = vec![
         form("fp8", "fp8", Box::new(CompressedLayout { form: float8 }), Scheme::FLOAT8),
         form(
@@ -164,7 +164,7 @@ fn forms(group_size: GroupSize) -> Vec<Form> {
         form(
             "int8",
             "smoothquant",
-            Box::new(CompressedLayout { form: compressed::Form::Int8(InputsKind::Token) }),
+            Box::new(CompressedLayout { form: kind::Form::Int8(InputsKind::Token) }),
             Scheme { bits: 8, group_size: GroupSize::CHANNEL, sym: true },
         ),
     ];
@@ -177,7 +177,7 @@ fn forms(group_size: GroupSize) -> Vec<Form> {
     out.push(form(&format!("awq-w4{group}"), &format!("awq {}", options(4)), Box::new(AwqLayout), scheme));
     for bits in [8, 4, 3, 2] {
         let scheme = Scheme { bits, group_size, sym: true };
-        let layout = Box::new(CompressedLayout { form: compressed::Form::Packed });
+        let layout = Box::new(CompressedLayout { form: kind::Form::Packed });
         let command = format!("gptq --format compressed-tensors {}", options(bits));
         out.push(form(&format!("ct-w{bits}{group}"), &command, layout, scheme));
     }

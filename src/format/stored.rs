@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use rayon::prelude::*;
 
 use super::config::Unfit;
-use super::consumers::Kind;
+use super::kind::Kind;
 use super::{FormatError, Quantization, cache_scales, config};
 use crate::backend::weight::Weight;
 use crate::checkpoint::{Checkpoint, Entry};

@@ -8,7 +8,7 @@ use super::content::{judgement, sections, title};
 use super::gate::Verdict;
 use super::table::escape;
 use super::{Report, ReportError};
-use crate::format::atomic::OutputError;
+use crate::format::output::OutputError;
 
 /// The whole report, long tables left out.
 pub fn write(report: &Report, verdict: &Verdict) -> String {

@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::format::atomic::{OutputError, write_atomic};
+use crate::format::output::{OutputError, write_atomic};
 use crate::integrity::{Check, Status};
 
 pub use read::ReportError;

@@ -9,7 +9,7 @@ use serde_json::Value;
 use thiserror::Error;
 
 use super::{Report, SCHEMA};
-use crate::format::atomic::OutputError;
+use crate::format::output::OutputError;
 
 /// Bytes of the largest report that is read. A model of 200 layers and 128 heads has some megabytes.
 const MOST_BYTES: u64 = 256 << 20;

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use crate::checkpoint::Checkpoint;
-use crate::format::layout::KvScales;
+use crate::format::kind::KvScales;
 use crate::format::manifest::Manifest;
 use crate::format::{self, Quantization};
 use crate::model::chat::ChatTemplate;

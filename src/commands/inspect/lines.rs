@@ -1,7 +1,7 @@
 //! The facts for people.
 
 use super::facts::{Against, Architecture, Facts, SchemeFacts};
-use crate::format::layout::KvScales;
+use crate::format::kind::KvScales;
 use crate::num::size::bytes;
 
 fn symmetry(symmetric: bool) -> &'static str {

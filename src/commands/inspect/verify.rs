@@ -10,8 +10,8 @@ use super::facts::{Against, Facts, Verification};
 use crate::checkpoint::Checkpoint;
 use crate::cli::interrupt;
 use crate::format;
-use crate::format::gguf::read::{GgufFile, Tensor};
 use crate::format::gguf::second_reader;
+use crate::format::gguf::{parse::Tensor, read::GgufFile};
 use crate::format::manifest::{self, verify_manifest};
 use crate::model::config::ModelConfig;
 

@@ -9,10 +9,11 @@ use crate::backend::cuda::CudaOptions;
 use crate::calibrate::corpus::Sampling;
 use crate::cli::args::{CalibrationArgs, Command, GptqArgs, ModelArgs, OutputArgs, RtnArgs, SamplingArg, SchemeArgs};
 use crate::cli::methods::{
-    Alpha, AwqArgs, Float8FormatArg, Float8TileArg, FormatArg, Fp8Args, KvCacheArg, RoundingArg, SmoothquantArgs,
+    Alpha, AwqArgs, Float8FormatArg, Float8TileArg, FormatArg, Fp8Args, RoundingArg, SmoothquantArgs,
 };
+use crate::cli::options::KvCacheArg;
 use crate::cli::print::Printer;
-use crate::format::layout::{InputsKind, KvScales, Tile};
+use crate::format::kind::{InputsKind, KvScales, Tile};
 use crate::pack::gptq::Version;
 use crate::pipeline::options::{OutputOptions, Resume, Selection, TextCalibration};
 use crate::pipeline::quantize::{Forecast, Form, Quantization};

@@ -8,8 +8,8 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use super::options::Step;
-use crate::format::atomic::write_atomic;
 use crate::format::manifest::{self, FileRecord, Manifest, hash_files, sha256_bytes, sha256_file};
+use crate::format::output::write_atomic;
 use crate::format::{self, pretty};
 
 /// Everything that decides an artifact; its hash is the key of a step.

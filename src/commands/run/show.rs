@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::super::validate::summarize;
 use super::estimate::spoken;
 use super::{Task, Work};
-use crate::format::atomic::free_space;
+use crate::format::output::free_space;
 use crate::num::size::bytes;
 
 /// Says all of it; returns what failed.

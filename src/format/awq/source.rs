@@ -5,7 +5,7 @@ use serde_json::Value;
 use crate::backend::weight::Weight;
 use crate::checkpoint::{Checkpoint, JsonKeys, whole};
 use crate::format::config::{Found, Unfit, group_size};
-use crate::format::consumers::Kind;
+use crate::format::kind::Kind;
 use crate::format::stored::{FLOATS, Linear, StoredSource, Tensors, having, left_out, nothing_quantized};
 use crate::format::{FormatError, Opened};
 use crate::pack::awq::{BITS, FIELDS, unpack, weight};

@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::format::consumers::{Kind, Module};
 use crate::format::gptq::{Rule, rule_json};
+use crate::format::kind::{Kind, Module};
 use crate::format::layout::{Description, Layout, Solution, Stored, whole_groups};
 use crate::format::safetensors::TensorSpec;
 use crate::pack::awq::{self, FIELDS};

@@ -5,4 +5,4 @@ mod source;
 mod write;
 
 pub(super) use source::open;
-pub use write::{CompressedLayout, Form};
+pub use write::CompressedLayout;

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use crate::checkpoint::{JsonKeys, KeyError, whole};
 use crate::format::config::Unfit;
-use crate::format::layout::InputsKind;
+use crate::format::kind::InputsKind;
 
 /// The readable part of a config.
 #[derive(Debug)]

@@ -3,13 +3,11 @@
 use std::collections::BTreeSet;
 
 use super::settings::{Arguments, Settings, Strategy};
-use super::write::Form;
 use crate::backend::weight::{Gptq, Int8, Weight};
 use crate::checkpoint::{Checkpoint, Entry};
 use crate::format::config::{Found, Unfit};
-use crate::format::consumers::Kind;
 use crate::format::float8::{self, Names};
-use crate::format::layout::{InputsKind, Tile};
+use crate::format::kind::{Form, InputsKind, Kind, Tile};
 use crate::format::stored::{
     FLOATS, Linear, StoredSource, Tensors, checked_groups, having, in_order, left_out, nothing_quantized,
 };

@@ -3,44 +3,14 @@
 use serde_json::{Map, Value, json};
 
 use crate::backend::weight::{Inputs, Weight};
-use crate::format::consumers::{Kind, Module};
 use crate::format::float8;
-use crate::format::layout::{Description, InputsKind, KvScales, Layout, Solution, Stored, Tile, whole_groups};
+use crate::format::kind::{Form, InputsKind, Kind, KvScales, Module, Tile};
+use crate::format::layout::{Description, Layout, Solution, Stored, whole_groups};
 use crate::format::safetensors::TensorSpec;
 use crate::num::bits;
 use crate::pack::compressed;
 use crate::scheme::{GroupSize, Scheme};
 use crate::tensor::{Bytes, Dtype, words_to_bytes};
-
-/// What weights and inputs become.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
-    /// Integers of 2 to 8 bits, packed; inputs stay floats. `pack-quantized`.
-    Packed,
-    /// Bytes with one scale an output channel, for inputs in bytes. `int-quantized`.
-    Int8(InputsKind),
-    /// E4M3. `float-quantized`, or `naive-quantized` where inputs stay floats.
-    Float8 { tile: Tile, inputs: InputsKind },
-}
-
-impl Form {
-    /// What `format` says.
-    pub fn name(self) -> &'static str {
-        match self {
-            Form::Packed => "pack-quantized",
-            Form::Int8(_) => "int-quantized",
-            Form::Float8 { inputs: InputsKind::Float, .. } => "naive-quantized",
-            Form::Float8 { .. } => "float-quantized",
-        }
-    }
-
-    pub fn inputs(self) -> InputsKind {
-        match self {
-            Form::Packed => InputsKind::Float,
-            Form::Int8(inputs) | Form::Float8 { inputs, .. } => inputs,
-        }
-    }
-}
 
 /// The layout of compressed-tensors. Scales of packed integers are f16, as they were made; those of whole bytes and
 /// floats are f32, in which engines multiply.

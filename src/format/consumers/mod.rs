@@ -15,9 +15,7 @@ use thiserror::Error;
 pub use split::{TensorParallel, largest_tp};
 pub use table::{Row, table};
 
-use super::compressed::Form;
-use super::layout::{InputsKind, KvScales, Rounded, Tile};
-use crate::pack::gptq::Version;
+use super::kind::{Form, Kind, KvScales, Module};
 use crate::scheme::Scheme;
 use gptq::{ANY_2_3_4_8, ActOrder, GPTQMODEL, Loader, MARLIN_GROUPS, SYM_4_8, Versions};
 use others::{Awq, AwqKernels, Compressed, Fp8, Packed, Tiles};
@@ -202,33 +200,6 @@ pub fn parse(name: &str) -> Result<&'static Consumer, UnknownConsumer> {
     })
 }
 
-/// What holds the linears, with what decides whether it is understood.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// `desc_act`: whether `g_idx` will be scattered. Order inside groups, and static groups, leave it as it is.
-    Gptq {
-        version: Version,
-        desc_act: bool,
-    },
-    Awq,
-    Compressed(Form),
-    Fp8 {
-        tile: Tile,
-        inputs: InputsKind,
-    },
-}
-
-impl Kind {
-    /// How the engine rounds the inputs of linears stored so; `None` where they stay floats.
-    pub fn inputs(self) -> Option<String> {
-        match self {
-            Kind::Gptq { .. } | Kind::Awq | Kind::Compressed(Form::Packed) => None,
-            Kind::Compressed(Form::Int8(inputs)) => inputs.reading(Rounded::Integers),
-            Kind::Compressed(Form::Float8 { inputs, .. }) | Kind::Fp8 { inputs, .. } => inputs.reading(Rounded::Floats),
-        }
-    }
-}
-
 /// An artifact to come.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
@@ -244,18 +215,6 @@ pub struct Plan {
     pub modules: Vec<Module>,
     /// Linears with a bias that the config does not ask for.
     pub unasked: Vec<String>,
-}
-
-/// One linear of a [`Plan`].
-#[derive(Clone, Debug, PartialEq)]
-pub struct Module {
-    pub name: String,
-    /// Output channels, N.
-    pub rows: usize,
-    /// Input channels, K.
-    pub cols: usize,
-    /// `None` for a module left in floating point.
-    pub scheme: Option<Scheme>,
 }
 
 /// Why a consumer would not take an artifact.
@@ -357,6 +316,7 @@ fn unlike_parts(plan: &Plan) -> Vec<Complaint> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::pack::gptq::Version;
     use crate::scheme::GroupSize;
 
     fn scheme(bits: u8, group: i32, sym: bool) -> Scheme {

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 
 use super::gptq::MARLIN_GROUPS;
 use super::{Complaint, Complaints, FUSED, Module, Plan};
-use crate::format::compressed::Form;
-use crate::format::layout::{InputsKind, Tile};
+use crate::format::kind::{Form, InputsKind, Tile};
 use crate::scheme::{GroupSize, Scheme};
 
 /// How AWQ is read.

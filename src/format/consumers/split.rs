@@ -1,8 +1,7 @@
 //! Tensor parallelism: how linears can be cut over devices.
 
 use super::{Kind, Module, Plan};
-use crate::format::compressed::Form;
-use crate::format::layout::Tile;
+use crate::format::kind::{Form, Tile};
 use crate::scheme::{GroupSize, Scheme};
 
 /// How far an artifact can be split over devices.

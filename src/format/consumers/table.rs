@@ -1,8 +1,7 @@
 //! The rules as a table for people.
 
 use super::{CONSUMERS, Kind, Module, Plan, check};
-use crate::format::compressed::Form;
-use crate::format::layout::{InputsKind, Tile};
+use crate::format::kind::{Form, InputsKind, Tile};
 use crate::pack::gptq::Version;
 use crate::scheme::{GroupSize, Scheme};
 

@@ -2,9 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::format::consumers::{Kind, Module};
 use crate::format::float8::{self, Names};
-use crate::format::layout::{Description, InputsKind, Layout, Solution, Stored, Tile};
+use crate::format::kind::{InputsKind, Kind, Module, Tile};
+use crate::format::layout::{Description, Layout, Solution, Stored};
 use crate::format::safetensors::TensorSpec;
 use crate::scheme::Scheme;
 

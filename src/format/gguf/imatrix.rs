@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use super::MAGIC;
+use super::parse::Problem;
 use super::parse::{Part, parse};
-use super::read::Problem;
 use super::value::{Metadata, MetadataError, Text, Value};
 use super::write::{Plan, TensorSpec, WriteError, Writer};
 use crate::checkpoint;
-use crate::format::atomic::{OutputError, write_atomic};
+use crate::format::output::{OutputError, write_atomic};
 use crate::num::ggml::GgmlType;
 use crate::tensor::{Bytes, Dtype, widened};
 

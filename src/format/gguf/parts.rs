@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use super::read::GgufFile;
 use super::value::Value;
 use super::{parse_part_name, part_name};
-use crate::format::atomic::{self, OutputError};
+use crate::format::atomic;
+use crate::format::output::{self, OutputError};
 use crate::num::ggml::GgmlType;
 
 /// Files under their new names, one of which may have taken the place of another.
@@ -43,7 +44,7 @@ pub(super) fn put(files: &[(&Path, &Path)]) -> io::Result<()> {
 
 fn set_aside(files: &[(&Path, &Path)], aside: &mut Moved) -> io::Result<()> {
     for (_, name) in files.iter().filter(|(_, name)| fs::symlink_metadata(name).is_ok()) {
-        let hidden = name.with_file_name(atomic::hidden(&name.file_name().unwrap_or_default().into(), "replaced", ""));
+        let hidden = name.with_file_name(output::hidden(&name.file_name().unwrap_or_default().into(), "replaced", ""));
         fs::rename(name, &hidden)?;
         aside.push((name.to_path_buf(), hidden));
     }
@@ -55,7 +56,7 @@ fn set_aside(files: &[(&Path, &Path)], aside: &mut Moved) -> io::Result<()> {
 pub(super) fn recover<'a>(names: impl Iterator<Item = &'a Path> + Clone) {
     let whole = names.clone().next().is_some_and(|first| fs::symlink_metadata(first).is_ok());
     for name in names {
-        let Ok((parent, file)) = atomic::split(name) else { continue };
+        let Ok((parent, file)) = output::split(name) else { continue };
         for aside in atomic::abandoned(&parent, &file, "replaced") {
             // What cannot be moved stays for the user to find.
             let _ = if whole { fs::remove_file(&aside) } else { fs::rename(&aside, name) };
@@ -99,7 +100,7 @@ fn is_file(path: &Path) -> bool {
 
 /// The file `out`, and all parts that would be its, by how many their names count.
 fn sets(out: &Path) -> Result<Vec<Vec<PathBuf>>, OutputError> {
-    let (parent, name) = atomic::split(out)?;
+    let (parent, name) = output::split(out)?;
     let name = name.to_string_lossy();
     let prefix = name.strip_suffix(".gguf").unwrap_or(&name);
     let unreadable = |source| OutputError::Io { path: parent.clone(), source };

@@ -9,8 +9,6 @@ use serde_json::{Value as Json, json};
 use thiserror::Error;
 
 use super::fingerprints::FINGERPRINTS;
-use super::tokenizer::VocabularyError;
-use super::value::Metadata;
 use crate::model::splits::{
     ANY_LETTERS, ANY_PUNCTUATION, CASED, CASED_CONTRACTIONS, CHINESE_AND_KANA, DIGIT_TRIPLES, EAST_ASIAN, LETTERS,
     LINE_ENDS, PUNCTUATION, THREE_DIGITS, TRAILING_SPACE, WORDS_ONE_DIGIT, WORDS_OR_SYMBOLS, WORDS_THREE_DIGITS,
@@ -188,22 +186,6 @@ pub fn named(name: &str) -> Result<Decision, PreTokenizerError> {
     listed
         .map(|name| Decision { name, warning: None })
         .ok_or_else(|| PreTokenizerError::NoSuchName(name.into(), known()))
-}
-
-/// Adds the pre-tokenizer that the user names to the metadata of a file that names none. Returns whether it was added.
-pub fn add(metadata: &mut Metadata, given: &str) -> Result<bool, VocabularyError> {
-    let Decision { name, .. } = named(given)?;
-    if metadata.read::<&str>("tokenizer.ggml.model")? != Some("gpt2") {
-        return Err(PreTokenizerError::NoByteLevel(given.into()).into());
-    }
-    match metadata.read::<&str>("tokenizer.ggml.pre")?.filter(|stated| !stated.is_empty()) {
-        Some(stated) if stated == name => Ok(false),
-        Some(stated) => Err(PreTokenizerError::Stated { stated: stated.into(), given: given.into() }.into()),
-        None => {
-            metadata.set("tokenizer.ggml.pre", name);
-            Ok(true)
-        }
-    }
 }
 
 fn of_way(name: &str) -> Option<&'static Way> {

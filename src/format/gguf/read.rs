@@ -1,16 +1,14 @@
 //! Reading: one mapped file, or several parts as one model, checked on opening.
 
 use std::collections::HashMap;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-use super::parse::{Part, parse_headers};
+use super::parse::{Part, Problem, Tensor, parse_headers};
 use super::value::{Metadata, MetadataError};
-use super::{MAX_DIMS, MAX_NAME, parse_part_name, part_name};
+use super::{parse_part_name, part_name};
 use crate::checkpoint;
-use crate::num::ggml::GgmlType;
 use crate::tensor::Bytes;
 
 /// Why a file is not read: where, and what stands there.
@@ -19,65 +17,6 @@ use crate::tensor::Bytes;
 pub struct ReadError {
     pub path: PathBuf,
     pub problem: Problem,
-}
-
-/// What can be wrong with a file. Positions are bytes from its start.
-#[derive(Debug, Error)]
-pub enum Problem {
-    #[error("cannot be read: {0}")]
-    Io(#[from] io::Error),
-    #[error("this is no GGUF file: it starts with {found:02x?} instead of `GGUF`")]
-    Magic { found: Vec<u8> },
-    #[error("this GGUF file is big-endian; only little-endian files are read, so convert it first")]
-    BigEndian,
-    #[error("GGUF version {0} is not read; versions 2 and 3 are")]
-    Version(u32),
-    #[error(
-        "the file ends at byte {end} inside {what}, which begins at byte {at}; it is cut off or damaged, so get it again"
-    )]
-    Truncated { what: String, at: u64, end: u64 },
-    #[error("{count} {what} cannot be in the {left} bytes that are left; the file is damaged, so get it again")]
-    Count { what: String, count: i128, left: u64 },
-    #[error("{what} at byte {at} is not UTF-8")]
-    NotUtf8 { what: &'static str, at: u64 },
-    #[error("a metadata key at byte {0} is empty")]
-    EmptyKey(u64),
-    #[error("the metadata key `{0}` stands twice")]
-    DuplicateKey(String),
-    #[error("the metadata key `{key}` has the value type {id}; types are 0 to 12")]
-    ValueType { key: String, id: u32 },
-    #[error("the metadata key `{0}` holds an array of arrays, which llama.cpp does not load either")]
-    NestedArray(String),
-    #[error("{0}")]
-    Metadata(#[from] MetadataError),
-    #[error("`general.alignment` is {0}; a u32 that is a power of two is needed")]
-    Alignment(String),
-    #[error("the tensor name `{name}` has {} bytes; at most {MAX_NAME} are allowed", .name.len())]
-    NameLength { name: String },
-    #[error("tensor `{0}` stands twice")]
-    DuplicateTensor(String),
-    #[error("tensor `{tensor}` has {dims} dimensions; at most {MAX_DIMS} are allowed")]
-    Dimensions { tensor: String, dims: u32 },
-    #[error("tensor `{tensor}` has the extents {extents:?}, of which one is negative or the product too large")]
-    Extents { tensor: String, extents: Vec<i64> },
-    #[error("tensor `{tensor}` is of the ggml type {id}, which is not read; read are {}", known_types())]
-    TensorType { tensor: String, id: u32 },
-    #[error("tensor `{tensor}` has rows of {cols} values; {kind} takes multiples of {}", kind.block())]
-    Blocks { tensor: String, cols: usize, kind: GgmlType },
-    #[error("tensor `{tensor}` begins at {found} of the data, but {wanted} is where the one before it ends")]
-    Offset { tensor: String, found: u64, wanted: u64 },
-    #[error("this is part {number} of a split model; give its first part{}", hint(.first))]
-    NotFirst { number: u64, first: Option<PathBuf> },
-    #[error(
-        "this is the first of {count} parts, but its name does not end in `-00001-of-{count:05}.gguf`; rename the parts as they were"
-    )]
-    PartName { count: u64 },
-    #[error("this part says it is number {found} of {found_count}; {wanted} of {count} is needed (counted from 1)")]
-    PartNumber { found: u64, found_count: u64, wanted: u64, count: u64 },
-    #[error("the parts hold {found} tensors together; the first says {wanted}, so parts of different models are mixed")]
-    PartTensors { found: u64, wanted: u64 },
-    #[error("{more} more parts are missing or damaged; put all parts into one folder")]
-    MoreParts { more: u64 },
 }
 
 impl ReadError {
@@ -89,54 +28,6 @@ impl ReadError {
             Problem::NotFirst { .. } | Problem::PartName { .. } | Problem::TensorType { .. } => false,
             _ => true,
         }
-    }
-}
-
-fn known_types() -> String {
-    GgmlType::ALL.map(GgmlType::name).join(", ")
-}
-
-fn hint(first: &Option<PathBuf>) -> String {
-    first.as_ref().map_or_else(String::new, |path| format!(", `{}`", path.display()))
-}
-
-/// One tensor of a file.
-#[derive(Clone, Debug)]
-pub struct Tensor {
-    pub name: String,
-    pub kind: GgmlType,
-    /// Outermost first, as elsewhere in this crate; files list extents the other way round.
-    pub shape: Vec<usize>,
-    /// Where the data begin, from the start of the data of its part.
-    pub offset: u64,
-    /// Nothing where the file ends before them; see [`GgufFile::salvage`].
-    pub bytes: Bytes,
-}
-
-impl Tensor {
-    /// Values in a row.
-    pub fn cols(&self) -> usize {
-        self.shape.last().copied().unwrap_or(1)
-    }
-
-    /// How many values it has.
-    pub fn len(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Bytes that it takes by its header.
-    pub fn stored_bytes(&self) -> u64 {
-        let rows = if self.cols() == 0 { 0 } else { self.len() / self.cols() };
-        self.kind.row_bytes(self.cols()).map_or(0, |row| row as u64 * rows as u64)
-    }
-
-    /// Whether the file holds its data.
-    pub fn is_whole(&self) -> bool {
-        self.bytes.len() as u64 == self.stored_bytes()
     }
 }
 
@@ -236,7 +127,7 @@ impl GgufFile {
         }
         let mut parts = parts.into_iter();
         let fail = |problem| ReadError { path: name.into(), problem };
-        let first = parts.next().ok_or_else(|| fail(io::Error::from(io::ErrorKind::NotFound).into()))?;
+        let first = parts.next().ok_or_else(|| fail(std::io::Error::from(std::io::ErrorKind::NotFound).into()))?;
         let mut metadata = first.metadata;
         metadata.retain(|key| !key.starts_with("split."));
         let tensors = first.tensors.into_iter().chain(parts.flat_map(|part| part.tensors)).collect();

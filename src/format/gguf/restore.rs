@@ -1,13 +1,14 @@
 //! The way back: a GGUF file's metadata as the files of a Hugging Face folder, so that any GGUF model can be read
 //! like a checkpoint and become one again.
 
+pub mod tokenizer;
+
 use serde_json::{Map, Value as Json, json};
 use thiserror::Error;
 
 use super::metadata::{implied_scale, window_pattern};
 use super::names::{Architecture, NameError, RopeFactors};
 use super::pretokenizer::PreTokenizerError;
-use super::restore_tokenizer;
 use super::value::{Metadata, MetadataError, Text, Value};
 use super::{ends, readme};
 use crate::model::families;
@@ -78,7 +79,7 @@ pub fn files(metadata: &Metadata, tensors: Tensors) -> Result<Files, RestoreErro
     let (tokenizer, tokenizer_config, mut warnings) = match metadata.read::<&str>("tokenizer.ggml.model")? {
         None | Some("none" | "no_vocab") => (None, json!({}), Vec::new()),
         Some(_) => {
-            let made = restore_tokenizer::tokenizer(metadata)?;
+            let made = tokenizer::tokenizer(metadata)?;
             (Some(made.tokenizer), made.config, made.warnings)
         }
     };

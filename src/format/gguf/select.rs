@@ -1,17 +1,19 @@
 //! Which type each tensor gets: llama-quantize's rules, so that a file of a given type has the same tensors in the
 //! same types wherever it was made. Read in llama.cpp's src/llama-quant.cpp at 0c1e57098.
 
+mod patterns;
+
 use regex::Regex;
 use thiserror::Error;
 
 pub use super::file_type::FileType;
 use super::file_type::FileType as F;
 use super::names::Architecture;
-use super::patterns::why_without_effect;
-pub use super::patterns::{not_applied, parse_tensor_type};
 use super::write::{layer, sort_as_written};
 use crate::model::config::ModelConfig;
 use crate::num::ggml::GgmlType::{self, *};
+use patterns::why_without_effect;
+pub use patterns::{not_applied, parse_tensor_type};
 
 /// What the rules ask about a model.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -9,7 +9,8 @@ use serde_json::Value as Json;
 use thiserror::Error;
 
 use super::names::{Architecture, Change, NameError, ROPE_FACTORS, deinterleave, minus_one};
-use super::read::{GgufFile, ReadError, Tensor};
+use super::parse::Tensor;
+use super::read::{GgufFile, ReadError};
 use super::restore::{self, RestoreError, Tensors};
 use super::value::{Metadata, MetadataError};
 use crate::backend::weight::{Ggml, Weight};

@@ -95,6 +95,22 @@ struct Files<'a> {
     config: SideFile,
 }
 
+/// Adds the pre-tokenizer that the user names to the metadata of a file that names none. Returns whether it was added.
+pub fn add_pre_tokenizer(metadata: &mut Metadata, given: &str) -> Result<bool, VocabularyError> {
+    let name = pretokenizer::named(given)?.name;
+    if metadata.read::<&str>("tokenizer.ggml.model")? != Some("gpt2") {
+        return Err(PreTokenizerError::NoByteLevel(given.into()).into());
+    }
+    match metadata.read::<&str>("tokenizer.ggml.pre")?.filter(|stated| !stated.is_empty()) {
+        Some(stated) if stated == name => Ok(false),
+        Some(stated) => Err(PreTokenizerError::Stated { stated: stated.into(), given: given.into() }.into()),
+        None => {
+            metadata.set("tokenizer.ggml.pre", name);
+            Ok(true)
+        }
+    }
+}
+
 /// What differs between architectures.
 pub(super) struct Habits<'a> {
     /// Rows of the embedding; every row gets a token.

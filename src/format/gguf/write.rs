@@ -12,7 +12,8 @@ use super::file_type::FileType;
 use super::read::{SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS};
 use super::value::{Array, Metadata, Value};
 use super::{ALIGNMENT, ALIGNMENT_KEY, MAGIC, MAX_DIMS, MAX_NAME, part_name, parts};
-use crate::format::atomic::{self, OutputError};
+use crate::format::atomic;
+use crate::format::output::{self, OutputError};
 use crate::num::ggml::GgmlType;
 
 /// The version of the format that is written.
@@ -355,8 +356,8 @@ impl Writer {
         let mut writer = Self { plan, files: vec![], done: 0, filled: 0, made: vec![], finished: false, replaces };
         parts::recover(writer.plan.paths());
         writer.plan.paths().try_for_each(|path| require_free(path, replaces))?;
-        let (parent, _) = atomic::split(&writer.plan.parts[0].path)?;
-        atomic::require_space(&parent, writer.plan.bytes())?;
+        let (parent, _) = output::split(&writer.plan.parts[0].path)?;
+        output::require_space(&parent, writer.plan.bytes())?;
         writer.made = parent.ancestors().take_while(|p| *p != Path::new("") && !p.exists()).map(Into::into).collect();
         writer.made.reverse();
         fs::create_dir_all(&parent).map_err(|source| OutputError::Parent { parent, source })?;
@@ -423,20 +424,20 @@ impl Writer {
         let files: Vec<(&Path, &Path)> = self.files.iter().map(|hidden| &*hidden.path).zip(self.plan.paths()).collect();
         parts::put(&files).map_err(|source| WriteError::Io { path: self.plan.parts[0].path.clone(), source })?;
         self.finished = true;
-        atomic::sync(&atomic::split(&self.plan.parts[0].path)?.0)?;
+        output::sync(&output::split(&self.plan.parts[0].path)?.0)?;
         Ok(self.plan.paths().map(Into::into).collect())
     }
 
     fn begin_part(&mut self) -> Result<(), WriteError> {
         let part = &mut self.plan.parts[self.files.len()];
-        let (parent, name) = atomic::split(&part.path)?;
+        let (parent, name) = output::split(&part.path)?;
         for path in atomic::abandoned(&parent, &name, "partial") {
             if let Ok(Some(_held)) = atomic::lock(&path) {
                 // What cannot be removed is no harm to this run.
                 let _ = fs::remove_file(path);
             }
         }
-        let path = parent.join(atomic::hidden(&name, "partial", ""));
+        let path = parent.join(output::hidden(&name, "partial", ""));
         let file = File::create(&path).map_err(|source| OutputError::Parent { parent, source })?;
         // Tells other runs that the file is in use; where files cannot be locked, nobody will remove it either.
         let _ = file.try_lock();

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::write::{GptqConfig, Rule, linear_specs, linear_tensors};
-use crate::format::consumers::{Kind, Module};
+use crate::format::kind::{Kind, Module};
 use crate::format::layout::{Description, Layout, Solution, Stored, whole_groups};
 use crate::format::safetensors::TensorSpec;
 use crate::pack::gptq::{Version, check_shape, pack};

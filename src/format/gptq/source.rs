@@ -9,7 +9,7 @@ use super::settings::Settings;
 use crate::backend::weight::{Gptq, Weight};
 use crate::checkpoint::Checkpoint;
 use crate::format::config::Found;
-use crate::format::consumers::Kind;
+use crate::format::kind::Kind;
 use crate::format::stored::{FLOATS, Tensors, checked_groups, in_order, nothing_quantized, same_shape};
 use crate::format::{FormatError, Quantization, cache_scales};
 use crate::model::source::{SourceError, WeightSource, dense};

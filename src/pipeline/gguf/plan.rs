@@ -11,11 +11,12 @@ use super::{GgufOptions, ImportanceSource};
 use crate::format;
 use crate::format::gguf::metadata::{self, describe};
 use crate::format::gguf::names::{Architecture, ROPE_FACTORS};
+use crate::format::gguf::parts;
 use crate::format::gguf::read::GgufFile;
 use crate::format::gguf::select::{Choice, ModelFacts, Options, kept, not_applied, parse_tensor_type, select};
+use crate::format::gguf::tokenizer::add_pre_tokenizer;
 use crate::format::gguf::value::Metadata;
 use crate::format::gguf::write::{WriteError, require_free};
-use crate::format::gguf::{parts, pretokenizer};
 use crate::num::ggml::GgmlType;
 
 /// Tensors with the types they will have, in the order of the file.
@@ -80,7 +81,7 @@ pub fn described(
             values
         });
         let mut own = file.metadata().clone();
-        let added = options.pre.as_deref().map(|name| pretokenizer::add(&mut own, name)).transpose()?;
+        let added = options.pre.as_deref().map(|name| add_pre_tokenizer(&mut own, name)).transpose()?;
         if added == Some(true) && (options.error_feedback || options.imatrix == Some(ImportanceSource::Auto)) {
             bail!(
                 "`{}` names no pre-tokenizer, so calibration would cut text as `default` does; write the file with \

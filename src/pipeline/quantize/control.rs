@@ -9,7 +9,8 @@ use super::modules::Modules;
 use super::solve::stored;
 use super::transform::plainly;
 use crate::evaluate::perplexity::Measured;
-use crate::format::layout::{InputsKind, Layout};
+use crate::format::kind::InputsKind;
+use crate::format::layout::Layout;
 use crate::model::block::{Block, Chunk};
 use crate::recipe::Method;
 

@@ -4,10 +4,11 @@ use anyhow::{Result, bail};
 
 use super::super::options::OutputOptions;
 use crate::format::awq::AwqLayout;
-use crate::format::compressed::{self, CompressedLayout};
+use crate::format::compressed::CompressedLayout;
 use crate::format::fp8::Fp8Layout;
 use crate::format::gptq::GptqLayout;
-use crate::format::layout::{KvScales, Layout, Tile};
+use crate::format::kind::{self, KvScales, Tile};
+use crate::format::layout::Layout;
 use crate::pack::gptq::Version;
 use crate::quantize::order::Order;
 use crate::recipe::{Method, Rounding};
@@ -101,9 +102,9 @@ impl Form {
         match self {
             Form::Gptq => Box::new(GptqLayout { version }),
             Form::Awq => Box::new(AwqLayout),
-            Form::Packed => Box::new(CompressedLayout { form: compressed::Form::Packed }),
-            Form::Int8 => Box::new(CompressedLayout { form: compressed::Form::Int8(inputs) }),
-            Form::Float8 => Box::new(CompressedLayout { form: compressed::Form::Float8 { tile, inputs } }),
+            Form::Packed => Box::new(CompressedLayout { form: kind::Form::Packed }),
+            Form::Int8 => Box::new(CompressedLayout { form: kind::Form::Int8(inputs) }),
+            Form::Float8 => Box::new(CompressedLayout { form: kind::Form::Float8 { tile, inputs } }),
             Form::Fp8 => Box::new(Fp8Layout { tile, inputs }),
         }
     }

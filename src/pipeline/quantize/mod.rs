@@ -25,7 +25,7 @@ use super::observer::Reporter;
 use super::open::Runnable;
 use super::options::{Evaluation, OnMisfit, OutputOptions, Selection, TextCalibration};
 use crate::evaluate::perplexity::Measured;
-use crate::format::layout::InputsKind;
+use crate::format::kind::InputsKind;
 use crate::format::manifest::Manifest;
 use crate::model::tokenizer::BosMode;
 use crate::quantize::gptq::GptqOptions;

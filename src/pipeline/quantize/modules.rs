@@ -7,8 +7,9 @@ use regex::Regex;
 
 use super::super::options::{OnMisfit, Selection};
 use crate::backend::weight::Weight;
-use crate::format::consumers::{Kind, Module, Plan};
-use crate::format::layout::{KvScales, Layout, fitting};
+use crate::format::consumers::Plan;
+use crate::format::kind::{Kind, KvScales, Module};
+use crate::format::layout::{Layout, fitting};
 use crate::model::Model;
 use crate::model::block::Linear;
 use crate::pack::gptq::Version;

@@ -15,7 +15,7 @@ use super::modules::{self, Modules};
 use super::{Quantization, artifact};
 use crate::checkpoint::Entry;
 use crate::format::atomic::recover;
-use crate::format::consumers::Module;
+use crate::format::kind::Module;
 use crate::format::layout::{GptqFacts, Layout};
 use crate::model::Model;
 use crate::pack::gptq::Version;

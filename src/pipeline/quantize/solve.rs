@@ -6,7 +6,8 @@ use rayon::prelude::*;
 use crate::backend::weight::Inputs as Activations;
 use crate::backend::{Backend, Matrix};
 use crate::calibrate::driver::Inputs;
-use crate::format::layout::{Layout, Solution, Tile};
+use crate::format::kind::Tile;
+use crate::format::layout::{Layout, Solution};
 use crate::model::block::Linear;
 use crate::num::e4m3;
 use crate::quantize::float8::{curvature, float8, float8_with_feedback, largest, scale};
@@ -210,7 +211,7 @@ mod tests {
     use crate::backend::Gram;
     use crate::backend::cpu::Cpu;
     use crate::backend::weight::{Dense, Weight};
-    use crate::format::layout::InputsKind;
+    use crate::format::kind::InputsKind;
     use crate::quantize::order::Order;
     use crate::quantize::scale_search::ScaleSearch;
     use crate::tensor::{Bytes, Dtype};

@@ -2,9 +2,9 @@
 
 use half::f16;
 use quantkit::backend::weight::{Inputs, Weight};
-use quantkit::format::compressed::{CompressedLayout, Form};
-use quantkit::format::consumers::Module;
-use quantkit::format::layout::{Description, InputsKind, KvScales, Layout, Solution, Tile};
+use quantkit::format::compressed::CompressedLayout;
+use quantkit::format::kind::{Form, InputsKind, KvScales, Module, Tile};
+use quantkit::format::layout::{Description, Layout, Solution};
 use quantkit::quantize::Quantized;
 use quantkit::scheme::Scheme;
 use quantkit::tensor::{Dtype, words_to_bytes};

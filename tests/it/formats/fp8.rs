@@ -1,9 +1,9 @@
 //! Artifacts of the `fp8` method, foreign and spoiled.
 
 use quantkit::backend::weight::{Inputs, Weight};
-use quantkit::format::consumers::Module;
 use quantkit::format::fp8::Fp8Layout;
-use quantkit::format::layout::{Description, InputsKind, Layout, Solution, Tile};
+use quantkit::format::kind::{InputsKind, Module, Tile};
+use quantkit::format::layout::{Description, Layout, Solution};
 use quantkit::tensor::Dtype;
 use serde_json::{Value, json};
 

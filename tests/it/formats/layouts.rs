@@ -4,11 +4,11 @@ use half::f16;
 use proptest::prelude::*;
 use quantkit::backend::weight::Inputs;
 use quantkit::format::awq::AwqLayout;
-use quantkit::format::compressed::{CompressedLayout, Form};
-use quantkit::format::consumers::Kind;
+use quantkit::format::compressed::CompressedLayout;
 use quantkit::format::fp8::Fp8Layout;
 use quantkit::format::gptq::GptqLayout;
-use quantkit::format::layout::{InputsKind, Layout, Solution, Tile, fitting};
+use quantkit::format::kind::{Form, InputsKind, Kind, Tile};
+use quantkit::format::layout::{Layout, Solution, fitting};
 use quantkit::pack::gptq::Version;
 use quantkit::quantize::Quantized;
 

@@ -1,8 +1,8 @@
 //! Each attack on the reader by its name. None may panic, and none takes memory for what the file cannot hold.
 
 use quantkit::format::gguf::parse::parse;
-use quantkit::format::gguf::read::{GgufFile, Problem};
 use quantkit::format::gguf::value::{Text, Value};
+use quantkit::format::gguf::{parse::Problem, read::GgufFile};
 
 use super::raw::{Raw, array, pair, tensor, text};
 

@@ -1,7 +1,6 @@
 //! Files put together byte by byte, so that anything can be wrong with them.
 
-use quantkit::format::gguf::parse::{Part, parse};
-use quantkit::format::gguf::read::Problem;
+use quantkit::format::gguf::parse::{Part, Problem, parse};
 
 /// A file to be; what is not set is as it should be.
 #[derive(Clone, Default)]

@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use quantkit::format::gguf::read::{GgufFile, Problem};
 use quantkit::format::gguf::value::{Metadata, Value};
 use quantkit::format::gguf::write::TensorSpec;
+use quantkit::format::gguf::{parse::Problem, read::GgufFile};
 use quantkit::num::ggml::GgmlType;
 
 use super::round_trip::{check_with_gguf_rs, write};

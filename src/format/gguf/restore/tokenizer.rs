@@ -4,12 +4,12 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::pretokenizer;
-use super::restore::RestoreError;
-use super::sentencepiece::Kind;
-use super::special::{TEMPLATE_KEY, TEMPLATES_KEY};
-use super::tokenizer::{SPACE, is_byte};
-use super::value::Metadata;
+use super::RestoreError;
+use crate::format::gguf::pretokenizer;
+use crate::format::gguf::sentencepiece::Kind;
+use crate::format::gguf::special::{TEMPLATE_KEY, TEMPLATES_KEY};
+use crate::format::gguf::tokenizer::{SPACE, is_byte};
+use crate::format::gguf::value::Metadata;
 
 /// Bytes of the longest piece that is cut in two; the longest in use have some hundred.
 const LONGEST: usize = 1024;
@@ -279,7 +279,7 @@ fn merges(vocabulary: &Vocabulary, scores: Option<&[f32]>, warnings: &mut Vec<St
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::value::Text;
+    use super::super::super::value::Text;
     use super::*;
 
     fn spm(scores: Vec<f32>) -> Metadata {

@@ -3,8 +3,8 @@
 
 use regex::Regex;
 
-use super::names::hugging_face_part;
-use super::select::{Options, SelectError, is_quantized};
+use super::{Options, SelectError, is_quantized};
+use crate::format::gguf::names::hugging_face_part;
 use crate::num::ggml::GgmlType;
 
 /// `REGEX=TYPE`, as `--tensor-type` takes it.
