@@ -55,7 +55,7 @@
 //!                  backend     num     tensor     scheme
 //! ```
 //!
-//! `tests/it/architecture.rs` compares this picture with every `use crate::` line.
+//! `tests/it/architecture.rs` holds this picture against every `use crate::` line; inside a module files form no circles.
 
 pub mod backend;
 pub mod calibrate;
