@@ -6,6 +6,7 @@ pub mod exit;
 pub mod gguf;
 pub mod interrupt;
 pub mod methods;
+mod observer;
 pub mod options;
 pub mod parse;
 pub mod planning;

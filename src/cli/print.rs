@@ -1,5 +1,4 @@
-//! The one printer: results to stdout, everything else to stderr; bars on a terminal, plain lines in CI. It is the observer
-//! of the pipeline.
+//! The one printer: results to stdout, everything else to stderr; bars on a terminal, plain lines in CI.
 
 use std::cmp::Reverse;
 use std::io::{self, IsTerminal, Write};
@@ -10,9 +9,8 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
-use super::interrupt;
 use crate::num::size::bytes;
-use crate::pipeline::observer::{Observer, Progress, Reporter};
+use crate::pipeline::observer::Progress;
 
 /// How much a command says.
 #[derive(Clone, Copy, Debug)]
@@ -110,42 +108,6 @@ impl Printer {
             bar
         });
         Steps { printer: *self, what: what.into(), total, done: 0, began: Instant::now(), bar }
-    }
-}
-
-impl Observer for Printer {
-    fn note(&self, text: &str) {
-        Printer::note(self, text);
-    }
-
-    fn warn(&self, text: &str) {
-        Printer::warn(self, text);
-    }
-
-    fn phase(&self, what: &str, total: u64) -> Box<dyn Progress> {
-        Box::new(self.steps(what, total))
-    }
-
-    fn transfer(&self, file: &str, bytes: u64) -> Box<dyn Progress> {
-        Box::new(Printer::transfer(self, file, bytes))
-    }
-
-    fn stoppable(&self) {
-        interrupt::listen();
-    }
-
-    fn stops(&self) -> bool {
-        interrupt::check().is_err()
-    }
-
-    fn renamed(&self, temporary: &Path, name: &Path) {
-        report_as(temporary, name);
-    }
-}
-
-impl From<Printer> for Reporter {
-    fn from(printer: Printer) -> Self {
-        Reporter::new(printer)
     }
 }
 
