@@ -29,7 +29,7 @@ folder() {
 gguf() {
     local name=$1
     shift
-    if "$binary" gguf -q "$@" -o "$name.gguf" >/dev/null 2>"$name.log"; then
+    if "$binary" gguf -q --no-eval "$@" -o "$name.gguf" >/dev/null 2>"$name.log"; then
         sha256sum "$name"*.gguf
     else
         echo "refused $name: $(tail -n 1 "$name.log")"
@@ -83,7 +83,7 @@ done
 gguf split --type Q4_K_M --split-max-size 1M --tensor-type 'attn_v=Q8_0'
 
 "$binary" gptq --group-size 64 "${calibration[@]}" --no-eval -q -o w4 >/dev/null 2>&1
-"$binary" gguf --type Q4_K_M -q -o w4.gguf >/dev/null 2>&1
+"$binary" gguf --type Q4_K_M --no-eval -q -o w4.gguf >/dev/null 2>&1
 for model in w4 w4.gguf; do
     measured eval ppl "$model" --max-windows 4
     measured eval kl "$model" --max-windows 4
